@@ -20,6 +20,7 @@ from banach.kernels import (
     describe,
     has_triton,
     host,
+    lacks,
     latent_solve,
     residual_stack,
     stack,
@@ -70,6 +71,30 @@ def test_triton_must_be_new_enough(monkeypatch: pytest.MonkeyPatch, version: str
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
     assert has_triton.__wrapped__() is new
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "version", "lacking"),
+    [
+        ((9, 0), None, "3.4.0", ""),
+        ((8, 6), None, "3.4.0", ""),
+        ((7, 5), None, "3.6.0", "an NVIDIA GPU of compute capability 8.0"),
+        ((9, 4), "6.4", "3.6.0", "an NVIDIA GPU of compute capability 8.0"),
+        ((10, 0), None, "3.7.1", "Triton 3.8"),
+        ((10, 0), None, "3.8.0", ""),
+        ((12, 0), None, "3.6.0", ""),
+    ],
+)
+def test_gpus_that_the_kernels_do_not_fit_take_the_general_path(
+    monkeypatch: pytest.MonkeyPatch, capability: Any, hip: str | None, version: str, lacking: str
+) -> None:
+    """On a T4 they needed more shared memory than there is, and for a B200 Triton 3.7 failed to compile one."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(host, "has_triton", has_triton.__wrapped__)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert lacks.__wrapped__(torch.device("cuda")) == lacking
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

@@ -75,10 +75,13 @@ def test_fused_steps_are_those_of_the_solvers() -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capability", ["90", "89"])  # an H200; an RTX 4090, with less shared memory
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = run_program("compile_only.py")
+    found = run_program("compile_only.py", capability)
     assert {"gauss_jordan", "convolve", "iterate"} <= set(found), sorted(found)
-    spilled = {name: max(stack for _, stack in versions) for name, versions in found.items()}
+    spilled = {name: max(stack for _, stack, _ in versions) for name, versions in found.items()}
     assert spilled["gauss_jordan"] == 0
-    assert max(spilled.values()) <= 256, spilled  # bytes per thread
+    assert max(spilled.values()) <= 512, spilled  # bytes per thread

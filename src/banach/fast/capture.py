@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach.kernels import has_triton, invert
+from banach.kernels import invert, lacks
 from banach.latent import leaves, map_leaves, outline
 from banach.network import ImplicitNetwork
 from banach.solve.context import loops_by
@@ -156,7 +156,7 @@ class CapturedCalls:
 
 def _inverse(M: Tensor) -> Tensor | None:
     """Return the inverses of matrices by a kernel, None for those that it does not know."""
-    return invert(M) if M.is_cuda and M.dtype == torch.complex64 and has_triton() else None
+    return invert(M) if M.is_cuda and M.dtype == torch.complex64 and not lacks(M.device) else None
 
 
 @functools.cache  # cuBLAS keeps 32 MiB for every stream it used; in a capture it takes them from the graphs' pool

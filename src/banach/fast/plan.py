@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
-from banach.kernels import declares, describe, has_triton
+from banach.kernels import declares, describe, lacks
 from banach.network import ImplicitNetwork, is_coupled
 from banach.nn.layers import draws_masks, is_hooked, modules_of, uses_batch_statistics
 from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
@@ -201,12 +201,14 @@ def runs_graphs(device: torch.device) -> bool:
 @functools.cache
 def while_nodes_lack() -> str:
     """Return what while nodes lack on this machine, "" if nothing."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip:
         return "a CUDA GPU"
     if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
         return "PyTorch 2.8"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "cuda.bindings (pip install cuda-bindings)"
+    if torch._C._cuda_getDriverVersion() < 12040:
+        return "a driver of CUDA 12.4"
     return "" if device_runtime() else "libcudadevrt.a (pip install nvidia-cuda-runtime)"
 
 
@@ -286,7 +288,7 @@ def _no_kernel(net: nn.Module, device: torch.device) -> str:
         return "needs a CUDA GPU"
     if weight is None or weight.dtype != torch.float32:
         return "needs float32 weights"
-    return "" if has_triton() else "needs Triton 3.4"
+    return f"needs {missing}" if (missing := lacks(device)) else ""
 
 
 def _no_latent_kernel(net: ImplicitNetwork) -> str:

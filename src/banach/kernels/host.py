@@ -16,13 +16,23 @@ LAG = 4  # pieces of work in flight on the second stream: the tensors that they 
 
 
 @functools.cache
-def has_triton() -> bool:
-    """Return True if Triton 3.4 or later is installed (PyTorch 2.8), whose kernels can read a record's fields."""
+def lacks(device: torch.device) -> str:
+    """Return what a GPU lacks for the kernels, "" if nothing. They ran on an H200, and compile for others."""
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+    if torch.version.hip or capability < (8, 0):  # older ones have less shared memory and no bf16
+        return "an NVIDIA GPU of compute capability 8.0"
+    least = (3, 8) if capability[0] == 10 else (3, 4)  # Triton 3.7 cannot compile `latent_solve` for a B200
+    return "" if has_triton(least) else f"Triton {least[0]}.{least[1]}"
+
+
+@functools.cache
+def has_triton(least: tuple[int, int] = (3, 4)) -> bool:
+    """Return True if this Triton or a later one is installed; from 3.4 on kernels can read a record's fields."""
     try:
         version = importlib.metadata.version("triton").split(".")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return (int(version[0]), int(version[1])) >= (3, 4)
+    return (int(version[0]), int(version[1])) >= least
 
 
 @functools.cache
