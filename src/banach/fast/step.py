@@ -63,6 +63,7 @@ class Feed(Protocol):
 
     def changing(self) -> Iterable[Tensor]:
         """Return what a step changes besides the network and the optimizer: a warm-up restores it."""
+        return ()
 
 
 class TrainStep:
@@ -71,10 +72,9 @@ class TrainStep:
     Every sample stops at its own depth, as in the network itself: the iteration is a while node between two
     graphs, or a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step
     overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
-    runs eagerly and a warning gives the reason. A captured step is planned and captured again, which takes a
-    second or more, if you change the solver, tolerance or backward mode, switch to train or eval mode, freeze,
-    move or replace weights, load the optimizer's state, give it other weights, or change an attribute of a module
-    (a float, bool or str). Make a buffer of what always changes.
+    runs eagerly and a warning gives the reason. A step is captured again, which takes a second or more, if you
+    change the solver, tolerance, backward mode, train or eval mode, weights (freeze, move, replace), optimizer
+    (load its state, add weights), or float, bool and str attributes. Make a buffer of what always changes.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -280,8 +280,7 @@ class TrainStep:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _state(self) -> list[Tensor]:
-        values = (value for state in self.optimizer.state.values() for value in state.values())
-        return [value for value in values if isinstance(value, Tensor)]
+        return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 
 def at_least_fp32(output: Any) -> Any:
@@ -290,7 +289,7 @@ def at_least_fp32(output: Any) -> Any:
     return tree_map_only(Tensor, lambda one: one.float() if one.dtype in short else one, output)
 
 
-class GivenBatches:
+class GivenBatches(Feed):
     """The `Feed` of batches given to `take`. A captured step reads copies of them, and of learning rates."""
 
     fits = True  # `take` refuses others
@@ -328,9 +327,6 @@ class GivenBatches:
 
     def batch(self, *, captured: bool) -> tuple[Tensor, ...]:
         return self.kept if captured else self.given
-
-    def changing(self) -> Iterable[Tensor]:
-        return ()
 
 
 def _follow(group: dict[str, Any], options: dict[str, Any]) -> None:
