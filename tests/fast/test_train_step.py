@@ -427,6 +427,21 @@ def test_gradients_that_the_optimizer_does_not_use_are_not_clipped() -> None:
     assert same_weights(net, reference)
 
 
+def test_parts_of_a_batch_in_bf16_add_their_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were added in bf16: of many small parts most digits were lost."""
+    found = []
+    for parts in (1, 64):
+        torch.manual_seed(0)
+        net = conv_network(gamma=0.15)
+        simulate_gpu(monkeypatch, kernels=False)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.0)
+        step = TrainStep(net, sgd, F.cross_entropy, bf16=True, extras=Extras(accumulate=parts))
+        step(networks.images(64), torch.zeros(64, dtype=torch.int64))
+        assert step.plan.bf16_weights
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 4e-3
+
+
 def test_outputs_in_a_nest_reach_the_loss_in_fp32() -> None:
     """A tensor did, and so do the tensors of a tuple or dict."""
     made: Any = at_least_fp32({"a": torch.ones(2).bfloat16(), "b": (torch.ones(2).half(), torch.arange(2), "c")})

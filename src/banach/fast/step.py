@@ -214,8 +214,6 @@ class TrainStep:
         count = len(batch[-1])
         weight = 1.0 if extras.parallel is None else extras.parallel.weight(count)
         results = [self._part(part, weight * (len(part[-1]) / count), captured=captured) for part in parts]
-        if captured:
-            self._network.bf16.collect()
         if extras.clip is not None:
             nn.utils.clip_grad_norm_(self._weights(), extras.clip)
         self.optimizer.step()
@@ -245,6 +243,8 @@ class TrainStep:
         total = loss if penalty is None else loss + penalty.added(seen, lambda y: compute(y, targets))
         with nullcontext() if penalty is None else penalty.explained():
             (total if share == 1 else total * share).backward()
+        if captured:
+            self._network.bf16.collect()
         return loss.detach() * share if share != 1 else loss.detach(), found
 
     @torch.no_grad()
