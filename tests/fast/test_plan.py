@@ -89,7 +89,7 @@ def test_kernels_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(build("mnist"), precision="tf32").channels_last
     explicit = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     assert plan(explicit).graph
-    assert plan(explicit).own_loop.why == "the network has no fixed point"
+    assert plan(explicit).own_loop.why == "the network contains no ImplicitNetwork"
 
 
 def test_a_network_inside_another_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,10 @@ def test_a_network_inside_another_module_is_found(monkeypatch: pytest.MonkeyPatc
     net = build()
     larger = plan(nn.Sequential(net, nn.Flatten()))
     assert larger.graph
-    assert larger.loop.why == "the fixed point is that of a module inside the network"
+    assert str(larger.loop) == "yes, the fixed point is that of a module inside the network"
+    net.tolerance = Tolerance(max_steps=0)
+    assert not plan(nn.Sequential(net)).loop
+    net.tolerance = Tolerance()
     assert plan(nn.DataParallel(net)).graph.why.startswith("DataParallel exchanges tensors between devices")
     net.solver = Momentum()
     assert plan(nn.Sequential(net)).graph.why.startswith("the solver may depend on the number of the step")

@@ -14,6 +14,7 @@ from banach import Implicit, ImplicitNetwork, Tolerance
 from banach.fast import Extras, TrainStep
 from banach.fast.capture import held_fixed
 from banach.fast.plan import MAY_CHANGE
+from banach.fast.step import GivenBatches, at_least_fp32
 from fast.simulated import EagerGraphs, digits, images, simulate_gpu
 from networks import conv_network
 from train.parts_train import plain_network, same_weights
@@ -91,8 +92,13 @@ def test_what_replays_hold_fixed() -> None:
     def shorten() -> None:
         net.S[1].bias.data = net.S[1].bias.data[:6]
 
-    net.R.gamma = numpy.float64(0.4)
-    for change in (transpose, shorten, lambda: setattr(net.R, "gamma", numpy.float64(0.3))):
+    net.R.gamma, net.R.skips = numpy.float64(0.4), True
+    for change in (
+        transpose,
+        shorten,
+        lambda: setattr(net.R, "gamma", numpy.float64(0.3)),
+        lambda: setattr(net.R, "skips", False),
+    ):
         before = held_fixed(net)
         assert held_fixed(net) == before
         change()
@@ -220,9 +226,16 @@ def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         step(d, y)
     sgd.param_groups[0]["lr"] = 0.05
     with pytest.raises(
-        ValueError, match=r"lr = 0\.1 of the optimizer is part of the captured step, got 0\.05; give"
+        ValueError, match=r"lr = 0\.1 of the optimizer is part of the captured step, got 0\.05; give SGD lr=torch"
     ):
         step(d, y)
+
+
+def test_a_rate_on_the_cpu_goes_to_the_device_of_the_weights() -> None:
+    """As one of a checkpoint that was loaded there: a graph kept its first value, and schedules had no effect."""
+    sgd = torch.optim.SGD(torch.nn.Linear(2, 2, device="meta").parameters(), lr=torch.tensor(0.1), fused=True)
+    GivenBatches(sgd).take((torch.ones(2),), captured=True)
+    assert sgd.param_groups[0]["lr"].device.type == "meta"
 
 
 def test_other_options_of_the_optimizer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +358,95 @@ def test_a_captured_step_follows_the_settings_of_its_network(
     step(d, y)
     assert captures == 8
     assert torch.equal(frozen, before)
+
+
+class Trained:
+    """A network whose weights of Q are frozen, its optimizer, and a loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        self.net, _, self.d = two_networks()
+        self.net.Q.requires_grad_(False)
+        self.extra = torch.nn.Parameter(torch.zeros(10, dtype=torch.float64))
+        self.optimizer = torch.optim.Adam([*self.net.parameters(), self.extra], lr=0.01)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.extra.exp(), targets)
+
+    def load(self) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def add(self) -> None:
+        self.net.S.register_parameter("added", torch.nn.Parameter(torch.zeros_like(self.extra)))
+        self.optimizer.add_param_group({"params": [self.net.S.added], "lr": 0.1})
+
+    def thaw(self) -> None:
+        self.net.Q.requires_grad_(True)
+
+    def keep(self) -> None:
+        pass
+
+    def step(self, targets: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(self.net(self.d), targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("change", ["keep", "load", "add", "thaw"])
+def test_a_captured_step_follows_its_optimizer(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays wrote to the state from before it was loaded, warm-ups moved weights of the loss and left moments to
+    weights that were thawed, and another group was an error."""
+    mine, by_hand, y = Trained(), Trained(), torch.arange(6)
+    step = captured(mine.net, mine.optimizer, monkeypatch)
+    step.loss = mine.loss
+    for turn in range(4):
+        if turn == 2:
+            getattr(mine, change)()
+            getattr(by_hand, change)()
+            assert step.outdated is (change != "keep")
+        torch.testing.assert_close(step(mine.d, y), by_hand.step(y))
+    assert step.plan.graph
+    torch.testing.assert_close(mine.net.state_dict(), by_hand.net.state_dict())
+    torch.testing.assert_close(mine.extra, by_hand.extra)
+
+
+def test_gradients_that_the_optimizer_does_not_use_are_not_clipped() -> None:
+    """They add up from step to step, since nothing sets them to zero, and made the others smaller and smaller."""
+    net = plain_network()
+    reference, (d, y) = copy.deepcopy(net), batch()
+    sgds = [torch.optim.SGD(one.S.parameters(), lr=0.1) for one in (net, reference)]
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        step = TrainStep(net, sgds[0], F.cross_entropy, extras=Extras(clip=0.01))
+    for _ in range(3):
+        step(d, y)
+        reference.zero_grad()
+        F.cross_entropy(reference(d), y).backward()
+        torch.nn.utils.clip_grad_norm_(reference.S.parameters(), 0.01)
+        sgds[1].step()
+    assert same_weights(net, reference)
+
+
+def test_parts_of_a_batch_in_bf16_add_their_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were added in bf16: of many small parts most digits were lost."""
+    found = []
+    for parts in (1, 64):
+        torch.manual_seed(0)
+        net = conv_network(gamma=0.15)
+        simulate_gpu(monkeypatch, kernels=False)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.0)
+        step = TrainStep(net, sgd, F.cross_entropy, bf16=True, extras=Extras(accumulate=parts))
+        step(networks.images(64), torch.zeros(64, dtype=torch.int64))
+        assert step.plan.bf16_weights
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 4e-3
+
+
+def test_outputs_in_a_nest_reach_the_loss_in_fp32() -> None:
+    """A tensor did, and so do the tensors of a tuple or dict."""
+    made: Any = at_least_fp32({"a": torch.ones(2).bfloat16(), "b": (torch.ones(2).half(), torch.arange(2), "c")})
+    assert made["a"].dtype == made["b"][0].dtype == torch.float32
+    assert made["b"][1].dtype == torch.int64
 
 
 def test_extras_are_parts_of_a_step() -> None:

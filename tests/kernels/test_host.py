@@ -26,7 +26,7 @@ from banach.kernels import (
     stack,
     window,
 )
-from banach.kernels.latent import shared_memory, sizes_of, tiled
+from banach.kernels.latent import launch_of, shared_memory, sizes_of, tiled
 from banach.models.blocks import LatentResNet
 from banach.solve import RMS, Anderson, Picard, Tolerance
 from kernels.cases import NETWORKS, Block, network, stack_of, tolerance
@@ -266,6 +266,13 @@ def test_the_tile_of_a_solve_fits_into_shared_memory(name: str, shared: int) -> 
         assert [tile.keep for tile in tiles[torch.bfloat16]] == kept[name]
         programs = [tile.per_multiprocessor for tile in tiles[torch.bfloat16]]
         assert programs == ([1, 1, 2] if name == "cifar10" else [1, 1, 1])
+
+
+def test_a_batch_whose_numbers_a_kernel_cannot_count_is_refused() -> None:
+    """In eval mode only the programs' memory was counted: offsets into a batch of 2^31 numbers overflowed."""
+    assert launch_of(torch.empty(800_000, 32, 9, 9, device="meta"), False, torch.float32)
+    with pytest.raises(ValueError, match="a batch of 900000 images is too large for one launch"):
+        launch_of(torch.empty(900_000, 32, 9, 9, device="meta"), False, torch.float32)
 
 
 def test_without_a_kernel_a_stack_is_its_modules() -> None:

@@ -184,12 +184,11 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
 def held_fixed(net: nn.Module, *, numbers: bool = True) -> list[Any]:
     """Return what a CUDA graph of the network holds fixed: settings, modes, numbers, and tensors by their address.
 
-    Numbers are float attributes of modules, such as a step size. Integers may be counters of calls.
+    Numbers are float, bool and str attributes of modules, such as a step size. Integers may be counters of calls.
     """
-    found: list[Any] = []
+    found, kinds = list[Any](), (float, bool, str) if numbers else ()
     for module in net.modules():
-        found += module, module.training
-        found += [value for value in vars(module).values() if isinstance(value, float)] if numbers else ()
+        found += module, module.training, *(value for value in vars(module).values() if isinstance(value, kinds))
         if isinstance(module, ImplicitNetwork):
             found += module.Q, module.R, module.S, module.start, module.coupled
             found += module.solver, module.tolerance, module.backward

@@ -22,8 +22,8 @@ class CompiledNetwork:
     On a GPU Q, the iteration and S are CUDA graphs, one set per batch size and dtype; the batch is padded to the
     next power of two. A sample stops at its own step and costs little afterwards. Samples that diverge are solved
     once more by `solve`, which keeps their best iterate; to know them costs one host sync, except where a kernel
-    knows R. On a CPU `solve` lets converged samples leave the batch. `plan` says what runs. Later changes
-    of the weights in place are seen.
+    knows R. (At `check_every=0` there is no sync, and by fused steps they keep their last one.) On a CPU `solve`
+    lets converged samples leave the batch. `plan` says what runs. Later changes of the weights in place are seen.
 
     Args:
         net: a network in eval mode whose Q, R and S treat each sample by itself: they see parts of the batch. What
@@ -134,7 +134,7 @@ class CompiledNetwork:
         fast, count = self.fast, len(d[0])
         if self.plan.graph:
             self._made_for = None  # modules may change their numbers when they are called
-        with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        with torch.cuda.device_of(d[0]), torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
             fast.bf16.refresh()
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
@@ -150,7 +150,7 @@ class CompiledNetwork:
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
-        with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        with torch.cuda.device_of(d[0]), torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
             self.fast.bf16.refresh()
             v = _check_rows("Q(d)", self.fast.Q(*d), len(d[0]))
             _check_rows("Q(d) of one sample", self.fast.Q(*(one[:1] for one in d)), 1)

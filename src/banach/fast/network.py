@@ -31,7 +31,7 @@ class FastNetwork:
 
     By JFB, Q, R and S are called one by one: a kernel that knows R iterates it, or an `Iteration`, or `solve`.
     Other modes go through the network itself. With bf16 weights call `bf16.refresh()` before the passes of a step,
-    and `bf16.collect()` after their backward.
+    and `bf16.collect()` after each backward.
     """
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
@@ -139,20 +139,18 @@ class Bf16Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the originals, before a step, and drop the gradients of the step before."""
+        """Round the originals, before a step."""
         _copy(self.casts.values(), self.casts)
-        for cast in self.casts.values():
-            cast.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Give the originals the gradients, in fp32, after a backward pass."""
+        """Add the gradients to those of the originals, in fp32, after a backward pass, and drop them."""
         made = {p: cast.grad for p, cast in self.casts.items() if cast.grad is not None}
         found = [torch.empty_like(p) for p in made]
         _copy(found, made.values())
         for p, grad in zip(made, found, strict=True):
-            # A loss may read the originals too, as weight decay does.
-            p.grad = grad if p.grad is None else p.grad + grad
+            # A loss may read the originals too, as weight decay does, and a batch may come in parts.
+            p.grad, self.casts[p].grad = grad if p.grad is None else p.grad + grad, None
 
 
 def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:

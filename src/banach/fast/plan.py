@@ -4,7 +4,7 @@ import functools
 import glob
 import importlib.util
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
 LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
 _NOT_ONE_BY_ONE = "Q, R and S are not called one by one"
-_NO_FIXED_POINT = "the network has no fixed point"
+_NO_FIXED_POINT = "the network contains no ImplicitNetwork"
 MAY_CHANGE = "R may change buffers in training mode"
 _INSIDE = "the fixed point is that of a module inside the network"
 _PARALLEL = "torch.nn.parallel.", "torch.distributed.fsdp."  # modules of wrappers: DDP, FSDP, DataParallel
@@ -233,8 +233,9 @@ def _ways_to_iterate(
 ) -> dict[str, Choice]:
     """Decide what iterates R."""
     if not isinstance(net, ImplicitNetwork):
-        why = _INSIDE if networks_in(net) else _NO_FIXED_POINT
-        return dict.fromkeys(("own_loop", "kernel", "loop", "fused_step"), Choice(False, why))
+        loops = [one.tolerance.max_steps and one.tolerance.steps_per_check for one in networks_in(net)]
+        no = Choice(False, _INSIDE if loops else _NO_FIXED_POINT)
+        return {"own_loop": no, "kernel": no, "loop": replace(no, yes=any(loops)), "fused_step": no}
     modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
     own_loop = _unless(
         not is_as_written(net) and "the network overrides forward or has hooks",
@@ -283,10 +284,9 @@ def draws(R: Any) -> bool:
 
 def _no_kernel(net: nn.Module, device: torch.device) -> str:
     """Return why Triton kernels are not used, "" if they are."""
-    weight = next(net.parameters(), None)
     if not runs_graphs(device):
         return "needs a CUDA GPU"
-    if weight is None or weight.dtype != torch.float32:
+    if getattr(next(net.parameters(), None), "dtype", None) != torch.float32:
         return "needs float32 weights"
     return f"needs {missing}" if (missing := lacks(device)) else ""
 
@@ -304,7 +304,7 @@ def _no_latent_kernel(net: ImplicitNetwork) -> str:
 
 def _graph(net: Any, device: torch.device, refused: str | None, kernel: Choice, *, training: bool) -> Choice:
     implicit, networks = isinstance(net, ImplicitNetwork), networks_in(net)
-    loops = [one for one in networks[bool(kernel) :] if one.tolerance.max_steps and one.tolerance.check_every != 0]
+    loops = [one for one in networks[bool(kernel) :] if one.tolerance.max_steps and one.tolerance.steps_per_check]
     solvers, modes = [one.solver for one in loops], [one.backward for one in networks if training]
     parallel = next((type(m).__name__ for m in net.modules() if type(m).__module__.startswith(_PARALLEL)), "")
     shares = implicit and not training and (bool(net.coupled) or uses_batch_statistics(net.R))

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from banach.fast.capture import Graphs, held_fixed, reason_of, unchanged
 from banach.fast.network import FastNetwork, compiled, promoted, run_network
@@ -30,7 +31,7 @@ class Extras:
 
     Attributes:
         accumulate: number of parts of a batch, run one after the other; their losses are weighted by samples.
-        clip: largest norm of the gradient.
+        clip: largest norm of the gradient of the optimizer's weights.
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
         metrics: `metrics.add(loss, output, targets, solution)` is called for every part.
@@ -62,6 +63,7 @@ class Feed(Protocol):
 
     def changing(self) -> Iterable[Tensor]:
         """Return what a step changes besides the network and the optimizer: a warm-up restores it."""
+        return ()
 
 
 class TrainStep:
@@ -70,9 +72,9 @@ class TrainStep:
     Every sample stops at its own depth, as in the network itself: the iteration is a while node between two
     graphs, or a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step
     overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
-    runs eagerly and a warning gives the reason. A captured step is planned and captured again, which takes a
-    second or more, if you change the solver, tolerance or backward mode, switch to train or eval mode, freeze,
-    move or replace weights, or change a float attribute of a module. Make a buffer of what always changes.
+    runs eagerly and a warning gives the reason. A step is captured again, which takes a second or more, if you
+    change the solver, tolerance, backward mode, train or eval mode, weights (freeze, move, replace), optimizer
+    (load its state, add weights), or float, bool and str attributes. Make a buffer of what always changes.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -142,14 +144,18 @@ class TrainStep:
     def _make_plan(self) -> None:
         """Plan for the network as it is now. The step will be captured again."""
         self.plan = self._how()
-        self._made_for, self._recording = held_fixed(self.net) if self.plan.graph else None, None
+        self._made_for, self._recording = self._held() if self.plan.graph else None, None
         if self._warns and not self.plan.graph:
             self.warn()
 
+    def _held(self) -> list[Any]:
+        """Return what a CUDA graph of the step holds fixed, the memory of the optimizer's state too."""
+        return [*held_fixed(self.net), *map(id, self._weights()), *(value.data_ptr() for value in self._state())]
+
     @property
     def outdated(self) -> bool:
-        """The network has changed since a captured step was planned, in a way that replays do not see."""
-        return bool(self.plan.graph) and held_fixed(self.net) != self._made_for
+        """Network or optimizer have changed since a captured step was planned, which replays do not see."""
+        return bool(self.plan.graph) and self._held() != self._made_for
 
     @property
     def prepared(self) -> bool:
@@ -170,7 +176,7 @@ class TrainStep:
             with self._restored():
                 graphs.warm_up(program)
             self._recording = graphs.capture(program)
-            self._made_for = held_fixed(self.net)  # a module may have changed its numbers meanwhile
+            self._made_for = self._held()  # a module may have changed its numbers meanwhile
         except Exception as error:  # a user's network may do anything
             self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
             self.warn()
@@ -208,10 +214,8 @@ class TrainStep:
         count = len(batch[-1])
         weight = 1.0 if extras.parallel is None else extras.parallel.weight(count)
         results = [self._part(part, weight * (len(part[-1]) / count), captured=captured) for part in parts]
-        if captured:
-            self._network.bf16.collect()
         if extras.clip is not None:
-            nn.utils.clip_grad_norm_(self.net.parameters(), extras.clip)
+            nn.utils.clip_grad_norm_(self._weights(), extras.clip)
         self.optimizer.step()
         if extras.average is not None:
             extras.average.update(self.net)
@@ -239,6 +243,8 @@ class TrainStep:
         total = loss if penalty is None else loss + penalty.added(seen, lambda y: compute(y, targets))
         with nullcontext() if penalty is None else penalty.explained():
             (total if share == 1 else total * share).backward()
+        if captured:
+            self._network.bf16.collect()
         return loss.detach() * share if share != 1 else loss.detach(), found
 
     @torch.no_grad()
@@ -255,35 +261,36 @@ class TrainStep:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Undo the steps in the block; an optimizer without state gets one as if it had taken no step."""
-        optimizer, fresh = self.optimizer, not self.optimizer.state
+        """Undo the steps in the block, of a loss's weights too; new optimizer state becomes that of no step."""
+        optimizer, weights = self.optimizer, self._weights()
+        fresh = any(p.requires_grad and p not in optimizer.state for p in weights)
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
         if fresh and (dampened or not isinstance(optimizer, _START_AT_ZERO)):
             name = type(optimizer).__name__
             raise RuntimeError(f"the state of {name} does not start at zero; take its first step eagerly")
+        known = {*weights, *self.net.parameters(), *self.net.buffers(), *self._state()}
         try:
-            with unchanged([*self.net.parameters(), *self.net.buffers(), *self._state(), *self.feed.changing()]):
+            with unchanged({*known, *self.feed.changing()}):
                 yield
         finally:
-            for value in self._state() if fresh else ():
+            for value in {*self._state()} - known:
                 value.zero_()
 
+    def _weights(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def _state(self) -> list[Tensor]:
-        values = (value for state in self.optimizer.state.values() for value in state.values())
-        return [value for value in values if isinstance(value, Tensor)]
+        return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 
 def at_least_fp32(output: Any) -> Any:
-    """Return an output in half precision as fp32: the sum over classes in a loss would lose its digits."""
-    half = isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16)
-    return output.float() if half else output
+    """Return an output with its tensors in half precision as fp32: sums in a loss would lose their digits."""
+    short = torch.bfloat16, torch.float16
+    return tree_map_only(Tensor, lambda one: one.float() if one.dtype in short else one, output)
 
 
-class GivenBatches:
-    """The `Feed` of batches that the user hands over by `take`.
-
-    A captured step reads copies of them, and learning rates, in place.
-    """
+class GivenBatches(Feed):
+    """The `Feed` of batches given to `take`. A captured step reads copies of them, and of learning rates."""
 
     fits = True  # `take` refuses others
 
@@ -297,11 +304,14 @@ class GivenBatches:
         self.given = given
         if not captured:
             return
-        if not self.kept:  # keep what the captured step depends on
+        if not self.kept or len(self.options) != len(self.optimizer.param_groups):
             adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
             for group in self.optimizer.param_groups:  # rates become tensors, which a graph reads at every replay
-                if adam and group["capturable"] and not isinstance(group["lr"], Tensor):
-                    group["lr"] = torch.tensor(float(group["lr"]), device=given[0].device)
+                rate, device = group["lr"], next((p.device for p in group["params"]), given[0].device)
+                if isinstance(rate, Tensor):  # on the CPU, as from a checkpoint: a graph would keep its value
+                    group["lr"] = rate.to(device)
+                elif adam and group["capturable"]:
+                    group["lr"] = torch.tensor(float(rate), device=device)
             names = [name for name in self.optimizer.defaults if name not in _FREE]
             self.options = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
             self.kept = tuple(one.clone() for one in given)
@@ -318,9 +328,6 @@ class GivenBatches:
     def batch(self, *, captured: bool) -> tuple[Tensor, ...]:
         return self.kept if captured else self.given
 
-    def changing(self) -> Iterable[Tensor]:
-        return ()
-
 
 def _follow(group: dict[str, Any], options: dict[str, Any]) -> None:
     """Take up a learning rate that was set since the last step. Refuse other options that were changed."""
@@ -329,7 +336,7 @@ def _follow(group: dict[str, Any], options: dict[str, Any]) -> None:
     for name, value in options.items():
         if group[name] is not value and group[name] != value:
             other = "make a new TrainStep (OneCycleLR and CyclicLR: pass cycle_momentum=False)"
-            advice = "give the optimizer a tensor on the GPU, lr=torch.tensor(...)" if name == "lr" else other
+            advice = "give SGD lr=torch.tensor(...) and fused=True" if name == "lr" else other
             text = f"{name} = {value} of the optimizer is part of the captured step"
             raise ValueError(f"{text}, got {group[name]}; {advice}")
 

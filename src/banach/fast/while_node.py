@@ -57,8 +57,9 @@ class WhileNode:
         self.executable = _done(driver.cuGraphInstantiate(self.graph, 0))
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
-        _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
+        """Launch it on the current stream of its device, as PyTorch launches the graphs around it."""
+        with torch.cuda.device(self.active.device):
+            _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
 
     def _add_to(self, graph: Any, after: list[Any]) -> Any:
         """Add the loop to a graph, after other nodes, and return its node."""

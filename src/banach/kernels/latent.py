@@ -127,7 +127,7 @@ def launch_of(v: Tensor, coupled: bool, dtype: torch.dtype) -> tuple[Constants, 
     K = tiled(sizes, pixels, dtype, host.shared_memory(v.device), coupled=coupled, many=many)
     programs = min(images, at_once * K.per_multiprocessor)
     held = images if coupled else programs
-    if max(3 * held * height * width * K.pitch, 2 * held * K.area) >= 2**31:
+    if max(3 * held * height * width * K.pitch, 2 * held * K.area, v.numel()) >= 2**31:
         raise ValueError(f"a batch of {images} images is too large for one launch; use a smaller one")
     alone = coupled and pixels <= K.rows
     return replace(K, coupled=coupled, alone=alone, lazy=coupled and not alone), programs
