@@ -94,7 +94,7 @@ class ImplicitNetwork(nn.Module):
     explicit twin S(R(z0, Q(d))).
 
     Args:
-        Q: module or function from data to latent.
+        Q: module or function from data to latent. What a function reads is not in `net.parameters()`; a module is.
         R: module or function of (u, Q(d)), whose fixed point in u is found.
         S: module or function from latent to output.
         solver, tolerance, backward: as for `fixed_point`; all three may be assigned later.
