@@ -57,9 +57,14 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
-def test_the_code_of_a_page_runs(page: Path, space: dict[str, Any]) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
+    page: Path, space: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     for code in blocks(page):
         exec(compile(code, name(page), "exec"), space)
+        printed = capsys.readouterr().out
+        for shown in re.findall(r"^# -> (.*)$", code, re.MULTILINE):
+            assert shown in printed
 
 
 @pytest.mark.gpu
