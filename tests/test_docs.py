@@ -134,5 +134,8 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_the_network(tmp
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(\S+)|<link[^>]* href=\"?(\S+)", page.read_text())
         assert not [one for pair in loaded for one in pair if one.startswith(("http:", "https:", "//"))], page
+        assert not re.search(r"^(<p>)?(Returns|Raises|Warns):", page.read_text(), re.MULTILINE), (
+            page
+        )  # not a table
     for module, member in documented():
         assert any(f'id="{module}.{member}"' in page.read_text() for page in site.glob("reference/*.html")), member

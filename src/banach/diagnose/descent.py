@@ -72,7 +72,7 @@ def descent_check(
     Raises:
         ValueError: if no weight requires a gradient, or the loss is not one number that depends on them.
     """
-    modes = (backward or getattr(net, "backward", JFB()),)  # network_map refuses other modules
+    modes: Any = (backward or getattr(net, "backward", JFB()),)  # network_map refuses other modules
     return descent_checks(net, d, loss, z0, modes=modes, exact=exact, tolerance=tolerance)[0]
 
 
