@@ -1,7 +1,8 @@
 """The implicit model of El Ghaoui et al. (2021): x = relu(A x + B d), y = C x, well-posed since |A|_inf < 1.
 
 After every step of the optimizer the rows of A are projected onto an l1 ball. So R contracts in the maximum norm,
-whatever the data, and Picard's iteration needs at most log(tolerance) / log(bound) steps.
+whatever the data, and Picard's iteration needs about log(tolerance / r) / log(bound) steps at
+most, r its first residual.
 
 python examples/infinity_norm.py
 """

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from benchmarks.counting import Calls, LiveBytes, host_syncs
 from benchmarks.results import Figure, Report, Target, earlier
 from benchmarks.timer import interleaved, ratio
 
-from banach import Tolerance, solve
+from banach import Anderson, Broyden, Euclidean, Implicit, Picard, Tolerance, Unroll, fixed_point, solve
 
 if libraries.has_torchdeq():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its docstrings hold escapes that newer Pythons warn of
-        import torchdeq  # noqa: F401
+        import torchdeq
 
 needs_torchdeq = pytest.mark.skipif(not libraries.has_torchdeq(), reason="torchdeq is not installed")
 CPU = torch.device("cpu")
@@ -133,6 +134,41 @@ def test_maps_take_the_steps_that_mathematics_says() -> None:
     gained = {(row["map"], row["library"], row["method"]): row["against Picard"] for row in rows}
     assert 0.85 < gained["rotation, 48 angles", "banach", "Anderson(5)"] < 1.05
     assert gained["rotation, 2 angles", "banach", "Anderson(5)"] < 0.1
+
+
+NORM = Euclidean()
+EXACT = {"f_tol": 1e-11, "f_max_iter": 400}
+TIGHT: dict[str, Any] = {"tolerance": Tolerance(atol=1e-11, max_steps=400, norm=NORM)}
+# What docs/migration.md says is the same: options of get_deq, solver_kwargs, ours.
+MIGRATED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {}, {"tolerance": Tolerance(atol=1e-3, max_steps=40, norm=NORM)}),
+    ({"f_stop_mode": "rel"}, {}, {"tolerance": Tolerance(atol=0, rtol=1e-3, max_steps=40)}),
+    ({}, {"tau": 0.6}, {"solver": Picard(0.4), "tolerance": Tolerance(atol=1e-3 / 0.6, max_steps=40, norm=NORM)}),
+    ({**EXACT, "f_solver": "anderson"}, {"m": 4}, {"solver": Anderson(3), **TIGHT}),
+    ({**EXACT, "f_solver": "broyden"}, {"LBFGS_thres": 8}, {"solver": Broyden(8), **TIGHT}),
+    ({"grad": 5, "tau": 0.5}, {}, {"backward": Unroll(5, 0.5), "tolerance": Tolerance(atol=1e-3, norm=NORM)}),
+    (
+        {**EXACT, "ift": True, "b_max_iter": 400, "b_tol": 1e-11},
+        {},
+        {"backward": Implicit(Picard(), *TIGHT.values()), **TIGHT},
+    ),
+]
+
+
+@needs_torchdeq
+@pytest.mark.parametrize(("theirs", "solver", "ours"), MIGRATED, ids=str)
+def test_the_options_of_the_migration_page_give_equal_numbers(
+    theirs: dict[str, Any], solver: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    W, v = torch.randn(16, 16, dtype=torch.float64) / 8, torch.randn(1, 16, dtype=torch.float64)
+    W.requires_grad_()
+    z0, T = torch.zeros_like(v), lambda z: torch.tanh(z @ W + v)
+    ours = {"tolerance": Tolerance(atol=1e-3, max_steps=40, norm=NORM), **ours}
+    values = torchdeq.get_deq(**theirs)(T, z0, solver_kwargs=solver)[0][-1], fixed_point(T, z0, **ours)
+    torch.testing.assert_close(*values, rtol=0, atol=1e-9)
+    gradients = [torch.autograd.grad(value.square().sum(), W) for value in values]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
 
 
 @needs_torchdeq

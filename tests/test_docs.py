@@ -57,9 +57,14 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
-def test_the_code_of_a_page_runs(page: Path, space: dict[str, Any]) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
+    page: Path, space: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     for code in blocks(page):
         exec(compile(code, name(page), "exec"), space)
+        printed = capsys.readouterr().out
+        for shown in re.findall(r"^# -> (.*)$", code, re.MULTILINE):
+            assert shown in printed
 
 
 @pytest.mark.gpu
@@ -129,5 +134,8 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_the_network(tmp
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(\S+)|<link[^>]* href=\"?(\S+)", page.read_text())
         assert not [one for pair in loaded for one in pair if one.startswith(("http:", "https:", "//"))], page
+        assert not re.search(r"^(<p>)?(Returns|Raises|Warns):", page.read_text(), re.MULTILINE), (
+            page
+        )  # not a table
     for module, member in documented():
         assert any(f'id="{module}.{member}"' in page.read_text() for page in site.glob("reference/*.html")), member

@@ -94,10 +94,12 @@ class ImplicitNetwork(nn.Module):
     explicit twin S(R(z0, Q(d))).
 
     Args:
-        Q: module or function from data to latent.
+        Q: module or function from data to latent. What a function reads is not in `net.parameters()`; a module is.
         R: module or function of (u, Q(d)), whose fixed point in u is found.
         S: module or function from latent to output.
-        solver, tolerance, backward: as for `fixed_point`; all three may be assigned later.
+        solver: `Picard()`, `Anderson()` or `Broyden()`. This and the next two may be assigned later.
+        tolerance: when to stop.
+        backward: `JFB()`, `Neumann(k)`, `Unroll(k)` or `Implicit()`.
         start: start(Q(d)) gives z0. The default is zeros shaped like Q(d); pass it where u is shaped otherwise.
         coupled: samples share statistics, so the batch stops as one. None: look for batch norm in R.
         compact: converged samples leave the batch (ignored where samples are coupled).

@@ -100,7 +100,7 @@ BAD: list[tuple[type[Exception], Any, str]] = [
     (ValueError, lambda: Unroll(0), "steps must be a whole number, at least 1, got 0"),
     (ValueError, lambda: Unroll(2, damping=1.0), "damping must be a number, at least 0 and below 1, got 1.0"),
     (ValueError, lambda: GMRES(0), "restart must be a whole number, at least 1, got 0"),
-    (TypeError, lambda: Implicit("cg"), "method must be NormalCG.., GMRES.., Picard.. or Anderson.., got 'cg'"),  # type: ignore[arg-type]
+    (TypeError, lambda: Implicit("cg"), "method must be NormalCG.., .* or another solver, got 'cg'"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(NormalCG), "method must be NormalCG.., .* got <class"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(tolerance=1e-6), "tolerance must be a Tolerance.atol=0, .*, got 1e-06"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(report=3), "report must be a function of .* got 3"),  # type: ignore[arg-type]

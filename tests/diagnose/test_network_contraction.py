@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from banach import Anderson, ImplicitNetwork, Picard, Status, Tolerance
+from banach import Anderson, ImplicitNetwork, Picard, Status, Tolerance, WorstPixel
 from banach.diagnose import ContractionMonitor, descent_check, measure_contraction, network_map
 from diagnose.parts_diagnose import DATA, conv, digits, jacobian, tiny, unchanged
 
@@ -55,6 +55,24 @@ def test_error_bounds_the_true_error() -> None:
     assert (measured.residual > 1e-6).all()
     assert (true <= measured.error * 1.05).all()  # sigma is the local constant; the iterate is near
     assert (measured.error < 20 * true).all()
+
+
+def test_error_bounds_the_error_also_by_worst_pixel() -> None:
+    """The largest pixel of u - u* can be far larger than that of T(u) - u divided by 1 - sigma."""
+    H = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(6):
+        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)]) / 2**0.5  # orthogonal: sigma is 0.8
+    net = ImplicitNetwork(
+        nn.Identity(),
+        lambda u, v: 0.8 * (u.flatten(1) @ H).view_as(u) + v,
+        nn.Identity(),
+        tolerance=Tolerance(norm=WorstPixel(), max_steps=0),  # u is 0, T(u) - u is v
+    )
+    v = torch.ones(1, 1, 8, 8, dtype=torch.float64)
+    measured = measure_contraction(net, v, **EXACT)
+    star = torch.linalg.solve(torch.eye(64, dtype=torch.float64) - 0.8 * H, v.flatten(1).T).T.view_as(v)
+    true = star.abs().amax()
+    assert measured.residual / (1 - measured.sigma) < true <= measured.error
 
 
 def test_rate_is_of_picard_whatever_the_solver() -> None:
@@ -136,6 +154,8 @@ def test_refusals() -> None:
         measure_contraction(net, DATA)
     with pytest.raises(TypeError, match=r"net must be an ImplicitNetwork, got Linear; .*net\.module"):
         measure_contraction(nn.Linear(2, 2), DATA)
+    with pytest.raises(TypeError, match=r"net must be an ImplicitNetwork, got DataParallel; .*net\.module"):
+        descent_check(nn.DataParallel(tiny()), DATA, torch.sum)
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ class Implicit:
     def __post_init__(self) -> None:
         checks.whole("order", self.order, 1)
         if isinstance(self.method, type) or not (hasattr(self.method, "solve") or hasattr(self.method, "step")):
-            raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or Anderson(), got {self.method!r}")
+            raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or another solver, got {self.method!r}")
         if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):
             raise TypeError(f"tolerance must be a Tolerance(atol=0, rtol=...), got {self.tolerance!r}")
         if self.report is not None and not callable(self.report):

@@ -1,6 +1,6 @@
 """Does T contract? The largest singular value of J, the observed rate, and the error bound that follows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from banach import checks
 from banach.backward.jacobian import Jacobian
 from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, undisturbed
 from banach.latent import Latent, Space
-from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
+from banach.solve import RMS, Euclidean, Map, Norm, Picard, Solution, Tolerance, solve
 from banach.solve.context import rounding, with_autocast_of, without_autocast
 from banach.solve.tolerance import measure
 
@@ -30,7 +30,7 @@ def contraction_factor(
     rtol: float = 1e-4,
     seed: int = 0,
 ) -> Tensor:
-    """Return sigma_max(J), J = dT/dz at z, by accelerated power iteration on J'J. Below 1 at every z, T contracts.
+    """Return sigma_max(J), J = dT/dz at z, by accelerated power iteration on J'J. T contracts if all are <= c < 1.
 
     T is evaluated once, a module T on copies of its buffers; for a network see `measure_contraction`.
 
@@ -128,9 +128,10 @@ def _unit(rows: Tensor) -> Tensor:
 class Contraction:
     """Both answers, per sample, since sigma can exceed 1 while the iteration converges.
 
-    `sigma` < 1 everywhere is the paper's Assumption. `rate` is that of undamped Picard from the network's own
-    start; NaN where too few residuals were above rounding. `residual` is |T(u) - u| at the u the network uses,
-    in its own norm, and `error` Banach's bound on |u - u*| from it (infinite where sigma is at least 1).
+    `sigma` <= gamma < 1 everywhere is the paper's Assumption. `rate` is that of undamped Picard from the network's
+    own start; NaN where too few residuals were above rounding. `residual` is |T(u) - u| at the u the network uses,
+    in its own norm. `error` is Banach's bound on |u - u*| with this sigma, in RMS if that is the network's norm,
+    else in the Euclidean norm, which also bounds WorstPixel; infinite where sigma is at least 1.
     """
 
     sigma: Tensor
@@ -192,9 +193,11 @@ def measure_contraction(
         )
         space = Space.of(held.u, coupled=held.coupled)
         moved = held.T(held.u, *held.inputs)
-        residual = space.spread(measure(space, net.tolerance, held.u, moved)[0])
+        norms = net.tolerance.norm, net.tolerance.norm if isinstance(net.tolerance.norm, RMS) else Euclidean()
+        each = (measure(space, replace(net.tolerance, norm=norm), held.u, moved)[0] for norm in norms)
+        residual, bounding = map(space.spread, each)
         rate = _rate(held, space, net.tolerance.norm, steps)
-    return Contraction(sigma, rate, residual, error_bound(residual, sigma), held.coupled, held.solution)
+    return Contraction(sigma, rate, residual, error_bound(bounding, sigma), held.coupled, held.solution)
 
 
 def _rate(held: NetworkMap, space: Space, norm: Norm, steps: int) -> Tensor:

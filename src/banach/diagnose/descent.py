@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach.backward import Implicit, Mode
+from banach.backward import JFB, Implicit, Mode
 from banach.diagnose.frozen import network_map, unchanging, undisturbed
 from banach.latent import Latent, Space, detach
 from banach.network import check_loss
@@ -72,7 +72,7 @@ def descent_check(
     Raises:
         ValueError: if no weight requires a gradient, or the loss is not one number that depends on them.
     """
-    modes = (backward or net.backward,)
+    modes: Any = (backward or getattr(net, "backward", JFB()),)  # network_map refuses other modules
     return descent_checks(net, d, loss, z0, modes=modes, exact=exact, tolerance=tolerance)[0]
 
 

@@ -13,8 +13,8 @@ from banach.solve.solver import Memory, Point
 class Picard:
     """z <- d z + (1 - d) T(z), d the damping.
 
-    Undamped it converges when T contracts (Banach). Damped it also converges when T is merely averaged
-    or nonexpansive, such as a rotation (Krasnoselskii 1955, Mann 1953).
+    Undamped it converges when T contracts (Banach). Damped it also converges when T is merely nonexpansive and
+    has a fixed point, such as a rotation (Krasnoselskii 1955, Mann 1953).
     """
 
     damping: float = 0.0

@@ -44,10 +44,10 @@ class NotConverged(RuntimeError):
 class Solution:
     """After n steps `value` is z_n and `residual` is the norm of T(z_{n-1}) - z_{n-1}, per sample.
 
-    Where a sample did not converge and its residual ended above 10 times its least one, or was not finite, `value`
-    is its best iterate and `residual` the least one (in captured steps with `plan.fused_step` the last ones, which
-    may be NaN). The tensors stay on the device and cost no host sync; `status`, `trace`, `summary()` and `print`
-    sync with the host.
+    Where a sample `diverged` (its residual ended above 10 times its least one) or is `nonfinite`, `value` is its
+    best iterate and `residual` the least one; in captured steps with `plan.fused_step` they are the last ones and
+    may be NaN. `fault` is what host checks found to be wrong with T, or None. The tensors stay on the device and
+    cost no host sync; `status`, `trace`, `summary()` and `print` sync with the host.
     """
 
     value: Latent
@@ -56,12 +56,12 @@ class Solution:
     steps: Tensor
     stalled: Tensor
     nonfinite: Tensor
-    diverged: Tensor  # ended above 10 times its least residual
+    diverged: Tensor
     residuals: tuple[Tensor, ...] | None = None
     solver: Solver | None = None
     tolerance: Tolerance | None = None
     failures: frozenset[Status] = frozenset()  # those that host checks saw: no sync is needed to know them
-    fault: Fault | None = None  # what host checks found to be wrong with T
+    fault: Fault | None = None
 
     @classmethod
     def deferred(cls, value: Latent, per_sample: Callable[[], dict[str, Any]], known: dict[str, Any]) -> Self:
