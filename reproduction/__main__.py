@@ -95,6 +95,8 @@ def _study(given: argparse.Namespace) -> None:
     from reproduction import report
 
     options, studies = _options(given), _modules()
+    if given.command == "report" and not any(options.records.glob("*.jsonl")):
+        raise ValueError(f"expected records (.jsonl files) in the folder {options.records}; see `collect --help`")
     for name in {"all": STUDIES, "report": ()}.get(given.command, (given.command,)):
         options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
         options.say(studies[name].values(studies[name].run(options))["table"] + "\n")
