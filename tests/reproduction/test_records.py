@@ -91,6 +91,8 @@ def test_intervals_by_the_t_quantile_and_welchs_difference() -> None:
         (99.8, 0.1, 3, True, "reproduced"),  # lies above
         (99.0, 0.1, 5, True, "not reproduced"),
         (99.0, 0.5, 3, True, "undecided"),  # contains it, too wide
+        (99.3, 0.3, 3, True, "reproduced"),  # at most 0.3
+        (99.3, 0.31, 3, True, "undecided"),
         (99.9, 0.4, 3, True, "reproduced"),  # wide, but all of it above, as the next one is all below
         (98.0, 0.5, 3, True, "not reproduced"),
         (99.3, 0.2, 3, False, "untested"),

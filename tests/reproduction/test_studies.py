@@ -59,6 +59,9 @@ def test_the_longest_runs_of_a_group_are_judged_and_reruns_of_a_seed_are_average
     assert found["mnist-jfb.minutes"] == pytest.approx(3 / 60), "three epochs of a second"
     assert (found["mnist-jfb.peak_epoch"], found["mnist-jfb.protocols"]) == (100, "-2.00 ± 0.00")
     assert found["svhn-jfb"].verdict == "untested"
+    assert [found[f"{data}-gain"].paper for data in ("mnist", "svhn", "cifar10")] == ["+0.0", "+0.4", "+0.7"]
+    in_work = replace(training("mnist-jfb-seed9", 0.5), final=None)
+    assert str(table1.values([*rows, in_work])["mnist-jfb"]) == str(found["mnist-jfb"]), "nor with a run in work"
     assert "| 40 of 100 epochs | 99.4 | 50.00 (n = 1) |" in found["table"]
     assert found["mnist-jfb.released"].ours == "97.42 ± 0.19"
     assert table1.values([*rows[:4], reaching(rows[-1], 40)])["mnist-gain"].ours == "-", "never short against full"
@@ -96,6 +99,7 @@ def test_the_pair_of_the_second_table_by_hand() -> None:
     rows += [training(f"table2-mnist-cg-pair-seed{s}", 0.98 + s / 1000, 6.0 + s) for s in range(4)]
     found = table2.values(rows)
     assert str(found["mnist"]) == "1.6 | 3.50 ± 1.24 | 3 | 3 epochs, 60,000 images | reproduced"
+    assert found["mnist.gain"].ours.startswith("+0.90 ± "), "JFB minus CG"
     assert found["mnist.gain"].verdict == "untested"  # a short training decides nothing about accuracy
     assert "| MNIST | 1.6 | 3.50 ± 1.24 | 3 | 99.00 ± 0.00 |" in found["table"]
     assert found["svhn"].verdict == "untested"
@@ -163,6 +167,8 @@ def test_rows_of_the_other_networks_come_with_their_runs() -> None:
     rows = [training(f"mnist-mon-{kind}-seed{s}", 0.99) for kind in ("jfb", "exact") for s in range(3)]
     found = rivals.values(rows)
     assert "| MNIST | mon | exact | 100 | 99.00 ± 0.00 (n = 3) | 99.2 | 99.1 |" in found["table"]
+    in_work = replace(training("mnist-mon-exact-seed9", 0.5), final=None)
+    assert rivals.values([*rows, in_work])["table"] == found["table"]
     rows += [training(f"mnist-mon-neumann2-seed{s}", 0.98) for s in range(3)]
     lines = rivals.values(rows)["gains"].splitlines()[2:]
     assert [line.split(" | ")[1:] for line in lines] == [
