@@ -82,7 +82,11 @@ def _options(given: argparse.Namespace) -> Any:
         values = {"records": QUICK, "runs": QUICK / "runs", **values}
         values["device"] = values["device"].replace("auto", "cpu")
     options = Options(**{name: values[name] for name in Options.__dataclass_fields__ if name in values})
-    Settings(device=options.device).usable_device()  # before hours of work, not after
+    # Before hours of work, not after.
+    Settings(device=options.device).usable_device()
+    for folder in (options.records, options.runs, options.pack):
+        if folder and folder.exists() and not folder.is_dir():
+            raise ValueError(f"expected a folder, got the file {folder}")
     return options
 
 

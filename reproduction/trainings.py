@@ -238,11 +238,13 @@ def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]
 def _recorded(runs: Path) -> Iterator[dict[str, Any]]:
     """Return the lines of runs that have been evaluated at least once."""
     for folder in sorted(path.parent for path in runs.glob(f"*/{TEST}") if path.stat().st_size):
-        final = folder / FINAL
+        final, segments = folder / FINAL, read_lines(folder / SEGMENTS)
+        if not segments:
+            raise RunError(f"{folder} has no {SEGMENTS}, which says where it was trained; restore the run")
         yield {
             "job": folder.name,
             "settings": unsigned(json.loads((folder / "settings.json").read_text(encoding="utf-8"))),
-            "segments": read_lines(folder / SEGMENTS),
+            "segments": segments,
             "final": json.loads(final.read_text(encoding="utf-8")) if final.exists() else None,
             "test": _rounded(read_lines(folder / TEST)),
             "contraction": _rounded(read_lines(folder / CONTRACTION)),
