@@ -82,7 +82,11 @@ def _options(given: argparse.Namespace) -> Any:
         values = {"records": QUICK, "runs": QUICK / "runs", **values}
         values["device"] = values["device"].replace("auto", "cpu")
     options = Options(**{name: values[name] for name in Options.__dataclass_fields__ if name in values})
-    Settings(device=options.device).usable_device()  # before hours of work, not after
+    # Before hours of work, not after.
+    Settings(device=options.device).usable_device()
+    for folder in (options.records, options.runs, options.pack):
+        if folder and folder.exists() and not folder.is_dir():
+            raise ValueError(f"expected a folder, got the file {folder}")
     return options
 
 
@@ -95,6 +99,8 @@ def _study(given: argparse.Namespace) -> None:
     from reproduction import report
 
     options, studies = _options(given), _modules()
+    if given.command == "report" and not any(options.records.glob("*.jsonl")):
+        raise ValueError(f"expected records (.jsonl files) in the folder {options.records}; see `collect --help`")
     for name in {"all": STUDIES, "report": ()}.get(given.command, (given.command,)):
         options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
         options.say(studies[name].values(studies[name].run(options))["table"] + "\n")

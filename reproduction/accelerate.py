@@ -5,6 +5,7 @@ validation accuracy first reaches a level that all three trainings reach? The te
 trainings take the same code path, captured on a GPU; Picard with JFB() has a faster one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,8 +44,11 @@ def spent(one: Training, level: float) -> tuple[float, float]:
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
-    """Return iterations and seconds relative to Picard by data set and solver, and the table."""
-    found: dict[str, Any] = {}
+    """Return iterations and seconds relative to Picard by data set and solver, NaN if not trained; the table."""
+    names = (
+        f"{data}.{solver}.{what}" for data in LENGTHS for solver in SOLVERS for what in ("iterations", "seconds")
+    )
+    found: dict[str, Any] = dict.fromkeys(names, math.nan)
     lines = []
     for data, runs in _runs(rows).items():
         level = min(max(epoch.validation_accuracy or 0.0 for epoch in one.epochs) for (one,) in runs.values())

@@ -33,7 +33,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     images, fired = sum(line["images"] for line in lines), sum(line["eval"]["violations"] for line in lines)
     shown = [
         (title, first.progress, line["epoch"], line["images"], line["eval"]["violations"],
-         *(f"{f(_numbers(line, key)):.2f}" for key in ("sigma", "rate") for f in (fmean, max)))
+         *(f"{f(_numbers(line, key) or [math.nan]):.2f}" for key in ("sigma", "rate") for f in (fmean, max)))
         for title, (first, *_) in known.items() for line in first.contraction
     ]  # fmt: skip
     columns = "data|run|epoch|images|sigma_max >= 1|sigma_max, mean|largest|rate, mean|largest"

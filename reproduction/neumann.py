@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from reproduction.jobs import Job, neumann, settings
-from reproduction.study import REPRODUCED, Claim, Interval, table, verdict
+from reproduction.study import REPRODUCED, UNTESTED, Claim, Interval, table, verdict
 from reproduction.table1 import TITLES
 from reproduction.table2 import pairs, ratios
 from reproduction.trainings import Training, learning_curves, of_groups, trained
@@ -43,11 +43,11 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
             against = pairs(rows, f"neumann-{data}-k{order}", f"neumann-{data}-k0")
             ratio, last = Interval.of(ratios(against)), [run.epochs[-1] for run in some]
             verdicts += [verdict(ratio, 1.0, strict=True)] if order else []
-            judged = next((one for one in verdicts if one != REPRODUCED), REPRODUCED)
+            judged = next((one for one in verdicts if one != REPRODUCED), REPRODUCED if verdicts else UNTESTED)
             found[data] = Claim("> 1", f"{ratio:.2f}", ratio.count, some[0].length, judged)
             figures = fmean(one.loss for one in last), fmean(one.depth or 0.0 for one in last)
             clean, seconds = Interval.of(run.clean for run in some), fmean(run.seconds for run in some)
-            lines.append((data, order, some[0].length, clean, seconds, ratio, *figures))
+            lines.append((TITLES[data], order, some[0].length, clean, seconds, ratio, *figures))
     columns = "data|order k|length|clean %|s per epoch|time against k = 0|loss|depth"
     return found | {"table": table(lines, columns)}
 

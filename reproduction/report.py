@@ -5,6 +5,7 @@ by a formatted one, `{STUDY.KEY.FIELD}` by a field of a value; `values` of a stu
 give the same bytes.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
 
 
 def fill(text: str, values: Mapping[str, Mapping[str, Any]]) -> str:
-    """Replace the placeholders of a template. A study without records gives "not run" everywhere."""
+    """Replace the placeholders of a template. "not run": a study without records, and a value that is NaN."""
 
     def value(match: re.Match[str]) -> str:
         study, key, spec = match.groups()
@@ -61,6 +62,8 @@ def fill(text: str, values: Mapping[str, Mapping[str, Any]]) -> str:
         found = values[study].get(key, getattr(values[study].get(head), field, None))
         if found is None:
             raise ValueError(f"a page names {study}.{key}; {study} has {', '.join(sorted(values[study]))}")
+        if isinstance(found, float) and math.isnan(found):
+            return NOT_RUN
         return found if isinstance(found, str) else format(found, spec or "")
 
     return _PLACEHOLDER.sub(value, text)
@@ -82,7 +85,8 @@ def _templates(quick: bool, studies: Mapping[str, Any]) -> dict[str, str]:
     if not quick:
         return {path.name: path.read_text(encoding="utf-8") for path in sorted(PAGES.glob("*.md"))}
     parts = [
-        f"## {name}\n\n{(study.__doc__ or '').splitlines()[0]}\n\n{{{name}.table}}\n"
+        f"## {name}\n\nThe claim: {(study.__doc__ or '').splitlines()[0]}\n\n{{{name}.table}}\n"
         for name, study in studies.items()
     ]
-    return {MAIN: "# Quick run on digits\n\n" + "\n".join(parts)}
+    about = "Short trainings on 8x8 images: they show that every study runs, and decide no claim of the paper.\n\n"
+    return {MAIN: f"# Quick run on digits\n\n{about}" + "\n".join(parts)}

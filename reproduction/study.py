@@ -157,7 +157,7 @@ class Interval:
         """Return the interval of independent values."""
         numbers = [float(value) for value in values]
         n = len(numbers)
-        error = stdev(numbers) / math.sqrt(n) if n > 1 else math.nan
+        error = stdev(numbers) / math.sqrt(n) if n > 1 and math.isfinite(sum(numbers)) else math.nan
         return Interval(fmean(numbers or [math.nan]), _quantile(n - 1) * error, n)
 
     def minus(self, other: "Interval") -> "Interval":
@@ -187,8 +187,8 @@ def verdict(ours: Interval, printed: float | None, *, full: bool = True, strict:
     """Return the verdict on the claim "at least `printed`", or "more than `printed`" if `strict`.
 
     Reproduced: the interval lies above the printed value, or contains it and is narrow. Not reproduced: it lies
-    below. Undecided: it contains the value and is wide, or the claim is strict. Untested: shortened runs (`full`
-    is False), or fewer than three. A dash: the paper prints nothing (None).
+    below. Undecided: it contains the value and is wide, or the claim is strict. Untested: shortened runs or
+    settings of ours (`full` is False), or fewer than three. A dash: the paper prints nothing (None).
     """
     if printed is None:
         return "-"
@@ -196,8 +196,8 @@ def verdict(ours: Interval, printed: float | None, *, full: bool = True, strict:
         return UNTESTED
     if ours.mean + ours.half < printed:
         return NOT_REPRODUCED
-    inside = ours.mean - ours.half <= printed
-    return UNDECIDED if inside and (strict or ours.half > WIDEST) else REPRODUCED
+    above = ours.mean - ours.half > printed
+    return REPRODUCED if above or (ours.half <= WIDEST and not strict) else UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,8 @@ class Claim:
     @staticmethod
     def always(held: int, count: int, n: int) -> "Claim":
         """Return the claim that something holds in all cases over training: one counterexample refutes it."""
+        if not count:
+            return Claim("always")
         verdict = REPRODUCED if held == count else NOT_REPRODUCED
         return Claim("always", f"{held:,} of {count:,}", n, "over training", verdict)
 

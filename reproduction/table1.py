@@ -7,6 +7,7 @@ together, whenever they were made. Runs with our own settings ("decayed") are ne
 jobs of the other implicit networks are in rivals.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,7 +78,7 @@ RECORDS, Row, run = "trainings.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
 def interval(runs: Sequence[Training], score: str) -> Interval:
-    """Return the interval of a score (clean, released or protocols) over the seeds for which it is known.
+    """Return the interval of a score (clean, fine, released, protocols) over the seeds for which it is known.
 
     A rerun of a seed is averaged with it: it is not independent, and may even be bit-equal.
     """
@@ -126,7 +127,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 def _details(runs: Sequence[Training]) -> dict[str, Any]:
     """Return what the text of the page mentions besides the claims."""
     if not runs:
-        return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch", "training", "minutes"), "-")
+        return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch", "best", "training", "minutes"), "-")
     curves = accuracies(runs)
     peak = max(curves, key=lambda epoch: fmean(curves[epoch]))
     return {
@@ -134,7 +135,8 @@ def _details(runs: Sequence[Training]) -> dict[str, Any]:
         "protocols": f"{interval(runs, 'protocols'):+.2f}",
         "peak": fmean(curves[peak]),
         "peak_epoch": peak,
-        "minutes": fmean(run.elapsed[-1] / 60 for run in runs),
+        "best": max(100 * point.clean.accuracy for run in runs for point in run.test),
+        "minutes": min(run.elapsed[-1] / 60 for run in runs),  # some runs shared the GPU
         "training": fmean(100 * (run.epochs[-1].accuracy or 0.0) for run in runs),
     }
 
@@ -161,12 +163,12 @@ def _table(made: Sequence[Sequence[Training]]) -> str:
     for runs in made:
         name, final, printed = runs[0].group, runs[0].final, PAPER.get(runs[0].group)
         scores = [run.scores for run in runs]
-        fine = [100 * run.final.fine.accuracy for run in runs if run.final and run.final.fine]
+        residuals = [score.max_residual or 0.0 for score in scores]
         lines.append((
             name, final and final.test, final and final.parameters, runs[0].progress, printed,
-            interval(runs, "clean"), Interval.of(fine), interval(runs, "released"),
+            interval(runs, "clean"), interval(runs, "fine"), interval(runs, "released"),
             percent(score.converged for score in scores),
-            max(score.max_residual or 0.0 for score in scores) or None, fmean(run.seconds for run in runs),
+            max(residuals, key=lambda x: (math.isnan(x), x)) or None, fmean(run.seconds for run in runs),
             claim([runs], "clean", printed).verdict,
         ))  # fmt: skip
     return table(lines, columns + "|s per epoch|verdict")

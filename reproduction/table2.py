@@ -64,9 +64,10 @@ RECORDS, Row, run = "table2.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
 def pairs(rows: Sequence[Training], row: str, base: str) -> list[tuple[Training, Training]]:
-    """Return the runs of two groups that have the same seed."""
-    known = {run.seed: run for run in rows if run.group == base}
-    return [(run, known[run.seed]) for run in rows if run.group == row and run.seed in known]
+    """Return the finished runs of two groups that have the same seed."""
+    done = [run for run in rows if run.final]
+    known = {run.seed: run for run in done if run.group == base}
+    return [(run, known[run.seed]) for run in done if run.group == row and run.seed in known]
 
 
 def ratios(some: Sequence[tuple[Training, Training]]) -> list[float]:
@@ -101,12 +102,17 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
                 fmean(run.epochs[-1].products / run.images for run, _ in chosen) or None,
                 percent(run.epochs[-1].converged for pair in chosen for run in pair), length,
             ))  # fmt: skip
-        # On the cost a short training decides, since an epoch is an epoch; on the accuracy it does not.
-        found[data] = Claim.of(PAPER.get(data, 1.0), time, length)
+        # On the cost a short training decides, since an epoch is an epoch; on the accuracy it does not. Earlier
+        # pairs make as many steps of CG as we chose: they decide nothing.
+        as_printed = all("-pair-" in run.job for run, _ in chosen)
+        found[data] = Claim.of(PAPER.get(data, 1.0), time, length, full=as_printed)
         found[f"{data}.gain"] = Claim.of(GAIN.get(data, 0.0), gain, length, sign="+", full=False)
         for key in ("relative-bn", "trained-bn"):
             shares = [run.solved for run in rows if run.group == f"table2-{data}-cg-{key}"]
             found[f"{data}.{key}"] = percent(shares) if shares else UNTESTED
+        trained_on = pairs(rows, f"table2-{data}-cg-trained-bn", f"table2-{data}-jfb-trained-bn")
+        for side, name in enumerate(("cg", "jfb")):
+            found[f"{data}.trained-bn.{name}"] = str(Interval.of(pair[side].clean for pair in trained_on))
     columns = "data|time, CG / JFB: paper|ours|n|JFB %|CG %|JFB - CG|J-products per image|met eps|length"
     return found | {"table": table(lines, columns)}
 

@@ -313,7 +313,9 @@ def shown(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the cases on trained snapshots by MODEL.STATEMENT and all.STATEMENT, the claim, the table."""
-    found: dict[str, Any] = {f"all.{key}": Cases() for key in STATEMENTS}
+    found: dict[str, Any] = {f"{model}.{key}": Cases() for model in ("all", *TITLES) for key in STATEMENTS}
+    found |= dict.fromkeys((f"{model}.{key}.last" for model in TITLES for key in STATEMENTS), math.nan)
+    found |= dict.fromkeys((f"{model}.{key}" for model in TITLES for key in ("epoch", "length")), math.nan)
     lines = []
     for model, mine in shown(rows).items():
         found |= {f"{model}.epoch": mine[-1].epoch, f"{model}.length": mine[-1].length}

@@ -133,7 +133,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     plot.axvspan(-ALPHA, ALPHA, alpha=0.1, label="|y| <= 10^(-1/4)")
     plot.set(title="the fixed point", xlabel="y", ylabel="y, T(y)", xlim=(-1, 1), ylim=(-0.7, 1.35))
     pace.semilogy((iterate(half)[0][0, :31] - root(half)[0]).abs(), marker=".", label="k steps of T")
-    pace.semilogy([BOUND * GAMMA**k for k in range(31)], color="black", linestyle=":", label="2^-(k+1)")
+    pace.semilogy([GAMMA**k for k in range(31)], color="black", linestyle=":", label="2^-k")
     pace.set(title="d = 1/2", xlabel="k", ylabel="error", ylim=(1e-12, 1))
     for axes in (plot, pace):
         axes.legend(fontsize="small")

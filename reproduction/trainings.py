@@ -93,6 +93,11 @@ class Training:
         return 100 * self.scores.accuracy
 
     @property
+    def fine(self) -> float | None:
+        """The same at a tolerance of 1e-4, known once the run is finished."""
+        return 100 * self.final.fine.accuracy if self.final and self.final.fine else None
+
+    @property
     def released(self) -> float | None:
         """Test accuracy in percent as the released code reports it: training mode, best evaluated epoch."""
         found = [100 * point.released.accuracy for point in self.test if point.released is not None]
@@ -106,7 +111,9 @@ class Training:
     @property
     def images(self) -> int:
         """Training images per epoch."""
-        return int(self.settings["subset"] or data.get(self.settings["data"]).counts["train"])
+        known = data.get(self.settings["data"])
+        held_out = 0 if self.settings["whole"] else known.validation
+        return int(self.settings["subset"] or known.counts["train"] - held_out)
 
     @property
     def seconds(self) -> float:
@@ -231,11 +238,13 @@ def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]
 def _recorded(runs: Path) -> Iterator[dict[str, Any]]:
     """Return the lines of runs that have been evaluated at least once."""
     for folder in sorted(path.parent for path in runs.glob(f"*/{TEST}") if path.stat().st_size):
-        final = folder / FINAL
+        final, segments = folder / FINAL, read_lines(folder / SEGMENTS)
+        if not segments:
+            raise RunError(f"{folder} has no {SEGMENTS}, which says where it was trained; restore the run")
         yield {
             "job": folder.name,
             "settings": unsigned(json.loads((folder / "settings.json").read_text(encoding="utf-8"))),
-            "segments": read_lines(folder / SEGMENTS),
+            "segments": segments,
             "final": json.loads(final.read_text(encoding="utf-8")) if final.exists() else None,
             "test": _rounded(read_lines(folder / TEST)),
             "contraction": _rounded(read_lines(folder / CONTRACTION)),

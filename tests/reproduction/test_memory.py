@@ -1,5 +1,6 @@
 """Memory against depth: what autograd keeps is counted by hand, and the study must find it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,5 @@ def test_one_more_step_keeps_what_autograd_saves(tmp_path: Path) -> None:
     found = memory.values(rows)
     assert found["unrolled.growth"] == peak["unrolled", 16] / peak["unrolled", 1]
     assert found["claim"].verdict == "reproduced"
+    grown = [replace(row, peak_bytes=row.peak_bytes * 11 // 10) if row.depth == 16 else row for row in rows]
+    assert str(memory.values(grown)["claim"]) == "1 | 1.10 | 1 | one step | not reproduced"

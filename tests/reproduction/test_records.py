@@ -12,7 +12,7 @@ from scipy.stats import ttest_ind
 from banach.provenance import plain
 from banach.train import RunError
 from reproduction import report, study
-from reproduction.study import Interval, origins, store, table, verdict
+from reproduction.study import Claim, Interval, origins, store, table, verdict
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ def test_intervals_by_the_t_quantile_and_welchs_difference() -> None:
         (99.8, 0.1, 3, True, "reproduced"),  # lies above
         (99.0, 0.1, 5, True, "not reproduced"),
         (99.0, 0.5, 3, True, "undecided"),  # contains it, too wide
+        (99.3, 0.3, 3, True, "reproduced"),  # at most 0.3
+        (99.3, 0.31, 3, True, "undecided"),
         (99.9, 0.4, 3, True, "reproduced"),  # wide, but all of it above, as the next one is all below
         (98.0, 0.5, 3, True, "not reproduced"),
         (99.3, 0.2, 3, False, "untested"),
@@ -107,10 +109,17 @@ def test_a_claim_of_more_is_undecided_where_the_interval_contains_the_limit(mean
     assert verdict(Interval(mean, 0.2, 3), 1.0, strict=True) == wanted
 
 
+def test_no_case_and_no_number_decide_nothing() -> None:
+    """Both were "reproduced"."""
+    assert str(Claim.always(0, 0, 3)) == "always | - | 0 | - | untested"
+    assert verdict(Interval.of([99.5, math.nan, 99.5]), 99.4) == "undecided"
+
+
 def test_pages_show_values_and_name_those_that_are_missing() -> None:
-    values = {"a": {"x.y": 1.234, "i": Interval(2.0, 0.5, 3), "s": "text"}, "empty": {}}
-    text = "{a.x.y:.1f} {a.i} {a.i:.1f} {a.i.count} {a.s:.2f} {empty.z} {other.z} {not a placeholder}"
-    assert report.fill(text, values) == "1.2 2.00 ± 0.50 2.0 ± 0.5 3 text not run {other.z} {not a placeholder}"
+    values = {"a": {"x.y": 1.234, "i": Interval(2.0, 0.5, 3), "s": "text", "n": math.nan}, "empty": {}}
+    text = "{a.x.y:.1f} {a.i} {a.i:.1f} {a.i.count} {a.s:.2f} {a.n:.1f} {empty.z} {other.z} {not a placeholder}"
+    wanted = "1.2 2.00 ± 0.50 2.0 ± 0.5 3 text not run not run {other.z} {not a placeholder}"
+    assert report.fill(text, values) == wanted
     with pytest.raises(ValueError, match=r"names a\.q"):
         report.fill("{a.q}", values)
 

@@ -1,5 +1,6 @@
 """Studies of trainings, their values by hand, and the report."""
 
+import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def training(job: str, accuracy: float, seconds: float = 1.0, **changes: Any) -> Training:
     """A training that evaluated its last three of 100 epochs; the released protocol is two points worse."""
     data = next(name for name in ("mnist", "svhn", "cifar10", "digits") if name in job)
-    settings = {"data": data, "model": data, "recipe": "released", "epochs": 100, "subset": None}
+    settings = {"data": data, "model": data, "recipe": "released", "epochs": 100, "subset": None, "whole": True}
     settings |= {"batch_size": 100, "schedule": "constant"}
     points = [Point(epoch=97 + k, clean=Totals(accuracy=accuracy - (3 - k) / 10)) for k in (1, 2, 3)]
     points = [replace(p, released=Totals(accuracy=p.clean.accuracy - 0.02)) for p in points]
@@ -58,12 +59,28 @@ def test_the_longest_runs_of_a_group_are_judged_and_reruns_of_a_seed_are_average
     assert found["mnist-jfb.minutes"] == pytest.approx(3 / 60), "three epochs of a second"
     assert (found["mnist-jfb.peak_epoch"], found["mnist-jfb.protocols"]) == (100, "-2.00 ± 0.00")
     assert found["svhn-jfb"].verdict == "untested"
+    assert [found[f"{data}-gain"].paper for data in ("mnist", "svhn", "cifar10")] == ["+0.0", "+0.4", "+0.7"]
+    in_work = replace(training("mnist-jfb-seed9", 0.5), final=None)
+    assert str(table1.values([*rows, in_work])["mnist-jfb"]) == str(found["mnist-jfb"]), "nor with a run in work"
     assert "| 40 of 100 epochs | 99.4 | 50.00 (n = 1) |" in found["table"]
     assert found["mnist-jfb.released"].ours == "97.42 ± 0.19"
     assert table1.values([*rows[:4], reaching(rows[-1], 40)])["mnist-gain"].ours == "-", "never short against full"
     assert table1.values([reaching(row, 40) for row in rows])["mnist-jfb"].verdict == "untested"
+    assert found["mnist-jfb.best"] == pytest.approx(99.5)
     ours = table1.values([training(f"svhn-jfb-decayed-seed{s}", 0.96) for s in range(3)])
     assert (ours["svhn-jfb-decayed"].verdict, ours["svhn-jfb"].verdict) == ("-", "untested"), "not the paper's"
+
+
+def test_the_finer_accuracy_averages_reruns_too_and_an_unknown_residual_is_the_largest() -> None:
+    rows = []
+    for number, prefix in enumerate(("", "table1-", "")):
+        one = training(f"{prefix}mnist-jfb-seed{number // 2}", 0.99 + number / 1000)
+        clean = replace(one.scores, max_residual=(0.1, math.nan, 0.2)[number], converged=0.9999)
+        rows.append(replace(one, final=Point(clean=clean, fine=clean, test="MNIST")))
+    for some in (rows, rows[::-1]):
+        (line,) = table1.values(some)["table"].splitlines()[2:]
+        assert "| 99.12 ± 0.95 (n = 2) | 99.12 ± 0.95 (n = 2) |" in line
+        assert "| 99.99% | nan |" in line
 
 
 def test_few_seeds_and_runs_in_work_decide_nothing() -> None:
@@ -82,10 +99,22 @@ def test_the_pair_of_the_second_table_by_hand() -> None:
     rows += [training(f"table2-mnist-cg-pair-seed{s}", 0.98 + s / 1000, 6.0 + s) for s in range(4)]
     found = table2.values(rows)
     assert str(found["mnist"]) == "1.6 | 3.50 ± 1.24 | 3 | 3 epochs, 60,000 images | reproduced"
+    assert found["mnist.gain"].ours.startswith("+0.90 ± "), "JFB minus CG"
     assert found["mnist.gain"].verdict == "untested"  # a short training decides nothing about accuracy
     assert "| MNIST | 1.6 | 3.50 ± 1.24 | 3 | 99.00 ± 0.00 |" in found["table"]
     assert found["svhn"].verdict == "untested"
+    earlier = [replace(row, job=row.job.replace("-pair-", "-captured-plain-")) for row in rows]
+    again = table2.values(earlier)["mnist"]
+    assert (again.ours, again.verdict) == (found["mnist"].ours, "untested"), "its CG has a number of steps of ours"
+    in_work = [replace(row, final=None) if "-cg-" in row.job else row for row in rows]
+    assert table2.values(in_work)["mnist.gain"].ours == "-", "a run in work is not compared with a finished one"
     assert table2.PAPER["cifar10"] == pytest.approx(3.62, abs=0.01)
+
+
+def test_images_held_out_for_validation_are_not_training_images() -> None:
+    one = training("accelerate-svhn-picard-seed0", 0.9)
+    assert replace(one, settings={**one.settings, "whole": False}).images == 68_257
+    assert one.images == 73_257
 
 
 def test_shares_and_seconds_of_a_training() -> None:
@@ -130,6 +159,7 @@ def test_a_ratio_whose_interval_contains_one_is_not_faster() -> None:
     assert str(neumann.values(rows)["mnist"]) == "> 1 | 1.01 ± 0.02 | 3 | 3 epochs, 60,000 images | undecided"
     rows = [training(f"neumann-mnist-k{k}-seed{s}", 0.99, 1 + k) for k in (0, 1) for s in range(3)]
     assert neumann.values(rows)["mnist"].verdict == "reproduced"
+    assert neumann.values([row for row in rows if "-k0-" in row.job])["mnist"].verdict == "untested", "no order"
 
 
 def test_rows_of_the_other_networks_come_with_their_runs() -> None:
@@ -137,6 +167,8 @@ def test_rows_of_the_other_networks_come_with_their_runs() -> None:
     rows = [training(f"mnist-mon-{kind}-seed{s}", 0.99) for kind in ("jfb", "exact") for s in range(3)]
     found = rivals.values(rows)
     assert "| MNIST | mon | exact | 100 | 99.00 ± 0.00 (n = 3) | 99.2 | 99.1 |" in found["table"]
+    in_work = replace(training("mnist-mon-exact-seed9", 0.5), final=None)
+    assert rivals.values([*rows, in_work])["table"] == found["table"]
     rows += [training(f"mnist-mon-neumann2-seed{s}", 0.98) for s in range(3)]
     lines = rivals.values(rows)["gains"].splitlines()[2:]
     assert [line.split(" | ")[1:] for line in lines] == [
@@ -227,6 +259,23 @@ def test_a_job_goes_on_from_the_weights_of_another(tmp_path: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in trainer.net.state_dict().items())
 
 
+def test_a_report_can_be_made_of_one_run_and_is_not_made_of_none(tmp_path: Path, capsys: Any) -> None:
+    """The first was refused, since a page names other runs; the second replaced all pages by "not run"."""
+    (tmp_path / "one").mkdir()
+    for name, run in (("trainings", '{"job":"mnist-jfb-seed0"'), ("theory", '{"run":"theory-digits-jfb-seed0"')):
+        lines = (ROOT / study.RESULTS / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.startswith(run)]
+        assert kept
+        (tmp_path / "one" / f"{name}.jsonl").write_text("".join(kept))
+    assert main(["report", "--records", str(tmp_path / "one"), "--docs", str(tmp_path / "docs")]) == 0
+    text = (tmp_path / "docs/reproduction.md").read_text()
+    assert "| 99.4 | 99.36 | 1 | 100 of 100 epochs | untested (one seed, full length) |" in text
+    assert "nan" not in text
+    assert main(["report", "--records", str(tmp_path / "no"), "--docs", str(tmp_path / "docs")]) == 2
+    assert f"in the folder {tmp_path / 'no'}" in capsys.readouterr().err
+    assert (tmp_path / "docs/reproduction.md").read_text() == text
+
+
 @pytest.mark.parametrize("device", ["cuda:7", "zzz"])
 def test_a_study_is_refused_a_device_before_it_begins(device: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["memory", "--quick", "--device", device, "--records", str(tmp_path)]) == 2
@@ -239,7 +288,8 @@ def test_everything_runs_quickly_on_digits(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     assert main(["all", "--quick"]) == 0
     page = Path("runs/quick/docs/reproduction.md").read_text()
-    assert all(f"## {name}" in page for name in _modules())
+    assert all(f"## {name}\n\nThe claim: " in page for name in _modules())
+    assert "decide no claim of the paper" in page
     assert Path("runs/quick/docs/reproduction/table1.svg").exists()
 
 

@@ -56,4 +56,7 @@ def test_quick_study(tmp_path: Path) -> None:
     values = toy.values(rows)
     assert (values["checked"], values["held"]) == (8, 7)
     assert values["table"].count("\n") == len(rows) + 1
-    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in toy.figures(rows)["toy"].axes)
+    plot, pace = toy.figures(rows)["toy"].axes
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in (plot, pace))
+    error, bound = (torch.as_tensor(line.get_ydata()) for line in pace.get_lines())
+    assert (error < bound).all(), "the first error was above the line that the page calls a bound"

@@ -241,6 +241,7 @@ def test_a_kill_while_a_tar_is_unpacked_loses_no_record(
         ([NAME, "--minutes", "nan"], "--minutes must be"),
         ([NAME, "--device", "gpux"], "device must be"),
         (["mnist-jfb-seed0", "--data-dir", "no-such-folder"], "no-such-folder is not a folder"),
+        ([NAME, "--pack", __file__], "expected a folder, got the file"),  # was found out after an epoch
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -297,6 +298,9 @@ def test_runs_become_one_line_each_and_no_other_run_replaces_them(
     assert collect(work) == 2, "the run in work has not come as far"
     study.write_lines(out, [line | {"final": None}])
     assert collect(work) == 0, "the other one was never finished"
+    (work / NAME / rundir.SEGMENTS).unlink()
+    assert collect(work) == 2, "the report could not be made of such records"
+    assert f"has no {rundir.SEGMENTS}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["trainings", "table2", "neumann"])
