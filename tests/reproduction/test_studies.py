@@ -314,7 +314,7 @@ def test_the_committed_pages_are_what_the_records_give(tmp_path: Path, monkeypat
 def test_the_first_table_has_the_parameters_of_the_networks() -> None:
     page = (ROOT / "reproduction" / "pages" / "reproduction.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| ([\d,]+) \| \{table1\.([^.]+)\.paper\}", page)
-    assert len(rows) == 16
+    assert len(rows) == 17
     for count, group in rows:
         net = jobs.get(f"{group}-seed0").build()
         assert f"{sum(weight.numel() for weight in net.parameters()):,}" == count, group
