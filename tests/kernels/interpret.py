@@ -42,9 +42,9 @@ def repair_interpreter() -> None:
     patch, dot, binary = interpreter._patch_lang_tensor, builder.create_dot, builder.binary_op
     comparisons = (np.greater, np.greater_equal, np.less, np.less_equal, np.equal, np.not_equal)
 
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patched(tensor: Any, *scope: Any) -> None:  # without a scope before Triton 3.6
+        patch(tensor, *scope)
+        (scope[0].set_attr if scope else setattr)(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def wide(value: Any) -> Any:
         if value.data.dtype != np.uint16:
