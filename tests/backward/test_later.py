@@ -237,6 +237,17 @@ def test_an_object_that_changes_between_the_passes_warns(method: Any) -> None:
         z.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_small_step_of_weights_that_a_function_closes_over_warns(dtype: torch.dtype) -> None:
+    """Found silent: only a value that differed by one percent was noticed."""
+    net = network(Cell, Implicit(GMRES())).to(dtype)
+    v = net.Q(IMAGES.to(dtype)).detach()
+    z = fixed_point(lambda u: net.R(u, v), torch.zeros_like(v), backward=net.backward)
+    torch.optim.SGD([net.R.linear.weight], 1e-3).step(lambda: net.R(z.detach(), v).sum().backward())
+    with pytest.warns(AdjointWarning, match="T gave another value in the backward pass"):
+        torch.autograd.grad(z.sum(), net.R.linear.weight)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_an_energy_model_that_detaches_its_latent_warns(method: Any) -> None:
     """Found as a silent JFB: with T = dE/du at a copy of u, J is zero."""

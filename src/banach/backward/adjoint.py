@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from banach.backward.jacobian import Jacobian
 from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
-from banach.latent import Latent, Space, leaves, map_leaves, rebuild
+from banach.latent import Latent, Space, detach, leaves, map_leaves, rebuild
 from banach.solve import Map, Norm, Solver, Status, Tolerance, solve
 from banach.solve.context import device_loop, without_autocast
 from banach.solve.mixing import differ, mixes_samples
@@ -78,11 +78,8 @@ class Problem:
         options: dict[str, Any] = {"unit": scale, "axes": axes, "count": self.mode.count}
         jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, **options)
         equation = Adjoint(self, jacobian, right / unit[:, None], unit, tangent)
-        if equation.every and not axes.levels:
-            was, now = self.space.rows(self.value), self.space.rows(jacobian.value)
-            share = 0.1 if self.eps > 1e-4 else 0.01  # compiled parts of T may have computed in shorter types
-            if bool(torch.linalg.vector_norm(now - was) > share * torch.linalg.vector_norm(was)):
-                warn_user(_CHANGED, AdjointWarning)
+        if equation.every and not axes.levels and self._has_changed(jacobian.value):
+            warn_user(_CHANGED, AdjointWarning)
         method = self.mode.method
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
@@ -91,6 +88,17 @@ class Problem:
         if equation.every or self.mode.report is not None:
             self._report(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
+
+    def _has_changed(self, value: Latent) -> bool:
+        """Is T another map than in the forward pass? `value` is that of J's evaluation, which runs eagerly."""
+        was = self.space.rows(self.value)
+        allowed = min(1e3 * self.eps, 0.1) * torch.linalg.vector_norm(was)
+
+        def differs(value: Latent) -> bool:
+            return bool(torch.linalg.vector_norm(self.space.rows(value) - was) > allowed)
+
+        with torch.enable_grad():  # a part compiled in a shorter type rounds as it did in the forward pass
+            return differs(value) and differs(detach(self.T(self.z_star, *self.inputs)))
 
     def _is_cut(self, product: Tensor, g: Tensor) -> bool:
         """Does T change with z, although the product with J' is zero for every sample? `product`: its lengths."""
