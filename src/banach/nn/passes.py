@@ -206,6 +206,7 @@ class Buffers:
     """
 
     def __init__(self, R: Any, own: Named, modules: Sequence[nn.Module] = ()) -> None:
+        own = {name: one for name, one in own.items() if not one.requires_grad}  # those get a gradient themselves
         plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         norms = [m for m in modules if own and type(m) in plain and m.training and m.track_running_stats]
         theirs = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
