@@ -285,6 +285,15 @@ def test_a_map_that_does_not_depend_on_its_latent_does_not_warn(method: Any) -> 
         assert torch.autograd.grad(z.sum(), a)[0] == z.numel()
 
 
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_gradient_of_an_entry_at_which_relu_is_zero_does_not_warn(method: Any) -> None:
+    """Found as the advice not to detach z, since a product with J' was zero: every row of a Jacobian may be so."""
+    A, v = (0.15 * normal(6, 6, seed=3)).requires_grad_(), LATENTS[:1]
+    u = fixed_point(lambda u: torch.relu(u @ A + v), 0 * v, tolerance=TIGHT, backward=Implicit(method))
+    (dead,) = (u[0] == 0).nonzero()[0]
+    assert not torch.autograd.grad(u[0, dead], A)[0].any()
+
+
 def test_what_is_not_read_again_may_change() -> None:
     with torch.inference_mode():
         x = LATENTS.clone()  # inference tensors do not count their versions

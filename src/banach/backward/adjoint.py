@@ -101,12 +101,13 @@ class Problem:
             return differs(value) and differs(detach(self.T(self.z_star, *self.inputs)))
 
     def _is_cut(self, product: Tensor, g: Tensor) -> bool:
-        """Does T change with z, although the product with J' is zero for every sample? `product`: its lengths."""
+        """Does T change with z where g is not zero, although J' g is, for every sample? `product`: its lengths."""
         if product.any() or not g.any():
             return False
         rows, before = self.space.rows(self.z_star), self.space.rows(self.value)
         moved = rows + self.eps**0.5 * rows.abs().amax(1, keepdim=True).clamp(min=1)
-        return differ(before, self.space.rows(self.T(self.space.nest(moved), *self.inputs)), self.space)
+        after = self.space.rows(self.T(self.space.nest(moved), *self.inputs))
+        return differ(before, torch.where(g == 0, before, after), self.space)
 
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""
