@@ -158,6 +158,7 @@ class ImplicitNetwork(nn.Module):
             check_sharded(special, fixed_depth=not self.tolerance.steps_per_check, products=products)
             check_dropout(R, special)
         v = self.Q(*d)
+        leaves(v, "Q(d)")  # refuses None, which is no latent, by this name
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
         # Modes that record R in the forward pass do not evaluate it in the backward pass.
