@@ -160,6 +160,7 @@ class ImplicitNetwork(nn.Module):
             check_sharded(special, fixed_depth=not self.tolerance.steps_per_check, products=products)
             check_dropout(R, special)
         v = self.Q(*d)
+        leaves(v, "Q(d)")  # refuses None, which is no latent, by this name
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
         # Modes that record R in the forward pass do not evaluate it in the backward pass.
@@ -178,8 +179,11 @@ class ImplicitNetwork(nn.Module):
     ) -> Solution:
         default_start = z0 is None and self.start is zeros
         try:
-            if z0 is None:
-                z0 = zeros(v) if default_start else self._start(v)
+            if default_start:
+                z0 = zeros(v)
+            elif z0 is None:
+                with torch.no_grad():
+                    z0 = self.start(detach(v))
             elif isinstance(v, Tensor):
                 _check_start(leaves(z0), v)
             inputs: tuple[Any, ...] = (v,)
@@ -197,10 +201,6 @@ class ImplicitNetwork(nn.Module):
             if isinstance(error, TypeError) and "positional argument" in str(error):
                 error.add_note(_CALLED)
             raise
-
-    @torch.no_grad()
-    def _start(self, v: Latent) -> Latent:
-        return self.start(detach(v))
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"

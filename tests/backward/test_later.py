@@ -135,10 +135,15 @@ def test_changed_inputs_are_refused() -> None:
     loss = loss + net(buffer).square().sum()
     with pytest.raises(RuntimeError, match=r"an input of T \(1\) was changed in place between the forward"):
         loss.backward()
+
+
+@later
+def test_changed_inputs_in_a_nest_are_refused(mode: Mode) -> None:
+    """Found silent in Unroll: a checkpoint watches the tensors that are its arguments, not those inside a nest."""
     a, x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True), {"x": [LATENTS.clone()]}
-    z = closed(lambda z, x: torch.tanh(a * z + x["x"][0]), x)
+    z = closed(lambda z, x: torch.tanh(a * z + x["x"][0]), x, mode)
     x["x"][0].zero_()
-    with pytest.raises(RuntimeError, match="was changed in place between"):
+    with pytest.raises(RuntimeError, match=r"an input of T \(1\) was changed in place between"):
         z.sum().backward()
 
 
@@ -237,6 +242,17 @@ def test_an_object_that_changes_between_the_passes_warns(method: Any) -> None:
         z.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_small_step_of_weights_that_a_function_closes_over_warns(dtype: torch.dtype) -> None:
+    """Found silent: only a value that differed by one percent was noticed."""
+    net = network(Cell, Implicit(GMRES())).to(dtype)
+    v = net.Q(IMAGES.to(dtype)).detach()
+    z = fixed_point(lambda u: net.R(u, v), torch.zeros_like(v), backward=net.backward)
+    torch.optim.SGD([net.R.linear.weight], 1e-3).step(lambda: net.R(z.detach(), v).sum().backward())
+    with pytest.warns(AdjointWarning, match="T gave another value in the backward pass"):
+        torch.autograd.grad(z.sum(), net.R.linear.weight)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_an_energy_model_that_detaches_its_latent_warns(method: Any) -> None:
     """Found as a silent JFB: with T = dE/du at a copy of u, J is zero."""
@@ -272,6 +288,15 @@ def test_a_map_that_does_not_depend_on_its_latent_does_not_warn(method: Any) -> 
     for T in (lambda u: a + 0 * u, lambda u: a + torch.relu(u - 9), lambda u: (a + u).clamp(-1, 1) + a):
         z = fixed_point(T, torch.full_like(LATENTS, 7.0), backward=Implicit(method))
         assert torch.autograd.grad(z.sum(), a)[0] == z.numel()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_gradient_of_an_entry_at_which_relu_is_zero_does_not_warn(method: Any) -> None:
+    """Found as the advice not to detach z, since a product with J' was zero: every row of a Jacobian may be so."""
+    A, v = (0.15 * normal(6, 6, seed=3)).requires_grad_(), LATENTS[:1]
+    u = fixed_point(lambda u: torch.relu(u @ A + v), 0 * v, tolerance=TIGHT, backward=Implicit(method))
+    (dead,) = (u[0] == 0).nonzero()[0]
+    assert not torch.autograd.grad(u[0, dead], A)[0].any()
 
 
 def test_what_is_not_read_again_may_change() -> None:

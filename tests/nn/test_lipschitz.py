@@ -355,6 +355,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Lipschitz(nn.Linear(2, 2), 0.0), ValueError, "bound must be above 0 and finite, got 0.0"),
     (lambda: Lipschitz(nn.Linear(2, 2), steps=0.5), ValueError, "steps must be .* at least 0, got 0.5"),  # type: ignore[arg-type]
     (lambda: Lipschitz(nn.BatchNorm1d(2)), TypeError, "2d or 3d, got BatchNorm1d"),  # type: ignore[arg-type]
+    (lambda: operator_norm(nn.LSTM(2, 2)), TypeError, "2d or 3d, got LSTM"),  # type: ignore[arg-type]
     (lambda: operator_norm(CONV), ValueError, "give size with 2 numbers, got None"),
     (lambda: operator_norm(nn.Linear(2, 2), 4), ValueError, "a linear layer has no spatial size, got size=4"),
 ]

@@ -39,15 +39,20 @@ class Own(nn.MultiheadAttention):
     pass
 
 
+class OwnDropout(nn.Dropout):
+    pass
+
+
 def deep(p: float = 0.2) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.ModuleDict({"d": nn.Dropout(p)})["d"]))
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
-    (deep, r"R.inner.1.1 is Dropout, .* use banach.nn.Dropout, or banach.nn.convert_dropout\(R\)"),
+    (deep, r"R.inner.1.1 is Dropout, .* call banach.nn.convert_dropout\(R\)"),
     (lambda: nn.AlphaDropout(0.1), "R.inner is AlphaDropout"),
     (lambda: Attention(0.1), r"R.inner.attention is MultiheadAttention, .*convert_dropout\(R\)"),
-    (lambda: convert_dropout(Attention(0.1, Own)), "R.inner.attention is Own, .* derive it from banach.nn"),
+    (lambda: convert_dropout(Attention(0.1, Own)), "R.inner.attention is Own, .* derive from, a layer of"),
+    (lambda: convert_dropout(OwnDropout(0.1)), "R.inner is OwnDropout, .* derive from, a layer of banach.nn"),
     (lambda: nn.LSTM(6, 6, num_layers=2, dropout=0.1), "R.inner is LSTM, .* set its dropout to 0, and put"),
     (lambda: nn.RReLU(), "R.inner is RReLU, .* use nn.LeakyReLU"),
     (lambda: nn.RReLU(-0.3, -0.1), "R.inner is RReLU"),

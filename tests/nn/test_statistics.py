@@ -62,6 +62,19 @@ def test_one_update_at_the_last_evaluation_and_none_in_backward(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_buffer_that_requires_grad_gets_one_in_train_mode(mode: str) -> None:
+    """Found as None, since the buffers of a train-mode R are copied."""
+    R, d, slopes = NormR(), normal(5, 4), []
+    for register in (R.norm.register_parameter, R.norm.register_buffer):
+        del R.norm.weight
+        register("weight", nn.Parameter(normal(6, seed=9)))
+        loss = network(R, backward=MODES[mode])(d).square().sum()
+        slopes.append(torch.autograd.grad(loss, [R.norm.weight, R.linear.weight]))
+    assert slopes[0][0].any()
+    assert all(map(torch.equal, *slopes))
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_written_in_eval_mode(mode: str) -> None:
     net = network(NormR(), backward=MODES[mode]).eval()
     before = state(net)

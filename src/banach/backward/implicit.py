@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.utils._pytree import tree_leaves
 
 from banach import checks
 from banach.backward.adjoint import Parts, Problem, Report
 from banach.backward.jacobian import plain_attention
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import Unchanged, as_of_now, is_differentiated, parameters_of
+from banach.backward.mode import as_of_now, is_differentiated, unchanged
 from banach.backward.neumann import carrying
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
@@ -96,9 +95,6 @@ class Implicit:
             value = T(z_star, *inputs)
         parts: Any = space.check(value)  # refuses another shape or dtype now, rather than in the backward pass
         if is_differentiated(parts):
-            latents, given = ([], []) if torch.compiler.is_compiling() else (leaves(z_star), tree_leaves(inputs))
-            read = [(f"an input of T ({n})", x) for n, x in enumerate(given, 1) if isinstance(x, Tensor)]
-            read += [*parameters_of(T).items(), *(("Solution.value", leaf) for leaf in latents)]
             problem = Problem(
                 mode=self,
                 T=with_autocast_of(space, as_of_now(T)),
@@ -109,7 +105,7 @@ class Implicit:
                 tolerance=self.tolerance_for(space),
                 eps=rounding(space),
                 computed_in=torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype,
-                unchanged=Unchanged(read, "call backward() before that, or change a copy"),
+                unchanged=unchanged(T, z_star, inputs),
             )
             parts = self._corrected(T, problem, parts)
         return rebuild(z_star, parts)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
-from banach.latent import Latent
+from banach.latent import Latent, leaves
 from banach.solve import Map
 from banach.solve.context import is_functorch_wrapped_tensor, unwrap_derivatives
 
@@ -30,7 +31,7 @@ class Mode(Protocol):
 class Unchanged:
     """Refuses tensors that were written to in place since this was made: the backward pass reads them again."""
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], do: str) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Any]], do: str) -> None:
         # Other kinds, such as sharded tensors, are kept by others; inference tensors do not count writes.
         plain = ((n, t) for n, t in tensors if type(t) in (Tensor, nn.Parameter) and not t.is_inference())
         plain = ((n, unwrap_derivatives(t)) for n, t in plain)  # a wrapper of torch.func counts its own writes
@@ -74,11 +75,15 @@ def _assigned(code: CodeType) -> frozenset[str]:
     return frozenset(step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL"))
 
 
-def parameters_of(T: Any) -> dict[str, Tensor]:
-    """Return the parameters of a T that is a module. Those that a function closes over cannot be seen."""
-    if not isinstance(T, nn.Module) or torch.compiler.is_compiling():
-        return {}
-    return {f"T's parameter {name}": p for name, p in T.named_parameters() if not is_lazy(p)}
+def unchanged(T: Any, z_star: Latent, inputs: tuple[Any, ...]) -> Unchanged:
+    """Watch what T reads in the backward pass, except for what a function closes over, which cannot be seen."""
+    read: list[tuple[str, Any]] = []
+    if not torch.compiler.is_compiling():
+        read += ((f"an input of T ({n})", x) for n, x in enumerate(tree_leaves(inputs), 1))
+        read += (("Solution.value", leaf) for leaf in leaves(z_star))
+        own = T.named_parameters() if isinstance(T, nn.Module) else ()
+        read += ((f"T's parameter {name}", p) for name, p in own if not is_lazy(p))
+    return Unchanged(read, "call backward() before that, or change a copy")
 
 
 def is_differentiated(parts: Sequence[Tensor]) -> bool:

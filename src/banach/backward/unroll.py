@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from banach import checks
-from banach.backward.mode import Unchanged, as_of_now, parameters_of
+from banach.backward.mode import as_of_now, unchanged
 from banach.latent import Latent, detach, map_leaves
 from banach.solve import Map
 
@@ -32,12 +32,12 @@ class Unroll:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z = z_star = detach(z_star)
         keep = self.checkpoint and torch.is_grad_enabled()
-        read = parameters_of(T).items() if keep else ()
-        unchanged = Unchanged(read, "call backward() before the optimizer's step()")
+        read = unchanged(T, z, inputs) if keep else None
         T = as_of_now(T) if keep else T
 
         def step(z: Latent, *inputs: Any) -> Latent:
-            unchanged.check()  # a checkpointed step runs again in the backward pass
+            if read is not None:
+                read.check()  # a checkpointed step runs again in the backward pass
             value = T(z, *inputs)
             if not self.damping:
                 return value

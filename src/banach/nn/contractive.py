@@ -14,8 +14,7 @@ Affine = Callable[[int, float], nn.Module]  # makes one affine map: features in,
 
 
 class Scaled(nn.Module):
-    """u, v -> gamma R(u, v), which contracts by gamma if R is 1-Lipschitz in u. The form of the paper's MNIST
-    and SVHN networks."""
+    """u, v -> gamma R(u, v): contracts by gamma if R is 1-Lipschitz in u. The paper's MNIST and SVHN networks."""
 
     def __init__(self, R: nn.Module, gamma: float) -> None:
         super().__init__()
@@ -29,8 +28,7 @@ class Scaled(nn.Module):
 
 
 class ScaledInput(Scaled):
-    """u, v -> R(gamma u, v), which contracts by gamma if R is 1-Lipschitz in u, and leaves the data at full
-    strength. The form of the paper's CIFAR-10 network."""
+    """u, v -> R(gamma u, v): contracts likewise, with the data at full strength. The paper's CIFAR-10 network."""
 
     def forward(self, u: Latent, v: Latent) -> Latent:
         return self.R(map_leaves(lambda leaf: self.gamma * leaf, u), v)

@@ -216,12 +216,12 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
                 )
 
 
-_ATTENTION = "call banach.nn.convert_dropout(R); if it is a subclass, derive it from banach.nn.MultiheadAttention"
+_CONVERT = "call banach.nn.convert_dropout(R); a class that it skips must be, or derive from, a layer of banach.nn"
 _LAYERS = "set its dropout to 0, and put banach.nn.Dropout between modules of one layer each"
 # Kinds of layers, whether one draws at random, and what to use instead.
 _RANDOM: tuple[tuple[type, Callable[[Any], bool], str], ...] = (
-    (nn.modules.dropout._DropoutNd, lambda m: m.p > 0, "use banach.nn.Dropout, or banach.nn.convert_dropout(R)"),
-    (nn.MultiheadAttention, lambda m: m.dropout > 0, _ATTENTION),
+    (nn.modules.dropout._DropoutNd, lambda m: m.p > 0, _CONVERT),
+    (nn.MultiheadAttention, lambda m: m.dropout > 0, _CONVERT),
     (nn.RNNBase, lambda m: m.dropout > 0, _LAYERS),
     (nn.RReLU, lambda m: m.lower < m.upper, "use nn.LeakyReLU"),
 )

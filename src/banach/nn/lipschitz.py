@@ -262,8 +262,9 @@ def operator_norm(layer: AffineLayer, size: int | Sequence[int] | None = None) -
         layer: nn.Linear, nn.Conv1d, nn.Conv2d or nn.Conv3d.
         size: of the grid that a convolution is applied to.
     """
-    operator = _Operator(layer, layer.weight.detach(), _input_shape(layer, size))
-    return operator.stretch(operator.leading(_random_directions(1, operator.shape, operator.weight)))
+    shape = _input_shape(layer, size)  # refuses other layers, some of which have no weight
+    operator = _Operator(layer, layer.weight.detach(), shape)
+    return operator.stretch(operator.leading(_random_directions(1, shape, operator.weight)))
 
 
 def _random_directions(count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class Buffers:
     """Calls R on copies of its buffers, such as running statistics and spectral norm's vectors.
 
     If batch norm alone has buffers, evaluations that are not the last need no copies: batch norm does not track
-    its statistics then.
+    its statistics then. A buffer that requires grad is not copied.
     """
 
     def __init__(self, R: Any, own: Named, modules: Sequence[nn.Module] = ()) -> None:
@@ -210,8 +210,8 @@ class Buffers:
         norms = [m for m in modules if own and type(m) in plain and m.training and m.track_running_stats]
         theirs = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         self.R, self.norms = R, norms if all(id(buffer) in theirs for buffer in own.values()) else []
-        one_of = {id(part): name for name, part in own.items()}  # of the names of a shared tensor one
-        self.names = {name: one_of[id(part)] for name, part in own.items()}
+        one_of = {id(part): name for name, part in own.items() if not part.requires_grad}  # one name each
+        self.names = {name: one_of[id(part)] for name, part in own.items() if id(part) in one_of}
         self.snapshot = {name: own[name].detach().clone() for name in one_of.values()}
         self.latest: Named | None = None
 

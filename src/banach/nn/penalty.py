@@ -113,10 +113,9 @@ def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gam
     if not 0 < gamma <= 1:
         raise ValueError(f"gamma must be above 0 and at most 1, got {gamma}")
     iterates = seen.iterates
-    total = leaves(seen.z)[0].new_zeros(())
-    for distance, z in zip(range(len(iterates), 0, -1), iterates, strict=True):
-        total = total + gamma**distance * loss(on_copies(seen.S, seen.T(z, *seen.inputs)))
-    return total
+    left = zip(range(len(iterates), 0, -1), iterates, strict=True)
+    losses = (gamma**n * loss(on_copies(seen.S, seen.T(z, *seen.inputs))) for n, z in left)
+    return sum(losses, start=leaves(seen.z)[0].new_zeros(()))
 
 
 def check_network(net: Any) -> None:
