@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.fast.capture import CapturedCalls, held_fixed
+from banach.fast.capture import CapturedCalls, HeldFixed
 from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, select
@@ -50,15 +50,15 @@ class CompiledNetwork:
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
-        self._made_for: list[Any] | None = self._held()
+        self._made_for: HeldFixed | None = self._held()
 
-    def _held(self) -> list[Any]:
-        return held_fixed(self.net, numbers=bool(self.plan.graph))
+    def _held(self) -> HeldFixed:
+        return HeldFixed(self.net, numbers=bool(self.plan.graph))
 
     @property
     def outdated(self) -> bool:
         """The network has changed since the last call, in a way that replays do not see."""
-        return self._made_for != self._held()
+        return self._made_for is None or self._made_for.changed()
 
     @torch.no_grad()
     def __call__(self, *inputs: Any, z0: Latent | None = None, solution: bool = False) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from banach.fast.capture import Graphs, held_fixed, reason_of, unchanged
+from banach.fast.capture import Graphs, HeldFixed, reason_of, unchanged
 from banach.fast.network import FastNetwork, compiled, promoted, run_network
 from banach.fast.plan import MAY_CHANGE, Choice, Plan, plan
 from banach.network import ImplicitNetwork, as_inputs, check_loss
@@ -144,18 +144,24 @@ class TrainStep:
     def _make_plan(self) -> None:
         """Plan for the network as it is now. The step will be captured again."""
         self.plan = self._how()
-        self._made_for, self._recording = self._held() if self.plan.graph else None, None
+        self._recording = None
+        self._hold()
         if self._warns and not self.plan.graph:
             self.warn()
 
-    def _held(self) -> list[Any]:
-        """Return what a CUDA graph of the step holds fixed, the memory of the optimizer's state too."""
-        return [*held_fixed(self.net), *map(id, self._weights()), *(value.data_ptr() for value in self._state())]
+    def _hold(self) -> None:
+        """Note what a CUDA graph of the step holds fixed, the memory of the optimizer's state too."""
+        self._held = (HeldFixed(self.net), self._memory()) if self.plan.graph else None
+
+    def _memory(self) -> list[int]:
+        return [*map(id, self._weights()), *map(Tensor.data_ptr, self._state())]
 
     @property
     def outdated(self) -> bool:
         """Network or optimizer have changed since a captured step was planned, which replays do not see."""
-        return bool(self.plan.graph) and self._held() != self._made_for
+        if not self.plan.graph or self._held is None:
+            return False
+        return self._held[0].changed() or self._held[1] != self._memory()
 
     @property
     def prepared(self) -> bool:
@@ -176,7 +182,7 @@ class TrainStep:
             with self._restored():
                 graphs.warm_up(program)
             self._recording = graphs.capture(program)
-            self._made_for = self._held()  # a module may have changed its numbers meanwhile
+            self._hold()  # a module may have changed its numbers meanwhile
         except Exception as error:  # a user's network may do anything
             self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
             self.warn()

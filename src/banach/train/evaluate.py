@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
-from banach.fast.capture import held_fixed, reason_of
+from banach.fast.capture import HeldFixed, reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
@@ -59,11 +59,11 @@ class Scorer:
         if self.reason or net.training or not runs_graphs(device) or not isinstance(net, ImplicitNetwork):
             return None
         known, made = self._made
-        if made.outdated if made else known != held_fixed(net):
+        if made.outdated if made else known is None or known.changed():
             made, self._made = None, (None, None)  # frees its memory before the next one needs some
             how = plan(net, device, self.precision, training=False)
             made = CompiledNetwork(net, bf16=self.precision == "bf16") if how.graph and how.own_loop else None
-            self._made = held_fixed(net), made
+            self._made = HeldFixed(net), made
         return self._made[1]
 
 
