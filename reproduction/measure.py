@@ -66,7 +66,7 @@ class Measure:
         implicit, fine = isinstance(net, ImplicitNetwork), None
         if _solves(net):
             close = copy.copy(net)
-            close.tolerance = replace(net.tolerance, atol=FINE, max_steps=FINE_STEPS)
+            close.tolerance = replace(net.tolerance, atol=FINE, rtol=0.0, max_steps=FINE_STEPS)
             fine = self._clean(close, Scorer(close))
         values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
         values |= {"parameters": _count(net), "macs": self._macs()}

@@ -35,7 +35,7 @@ OWN: dict[tuple[str, str, str], dict[str, Any]] = {  # data, model, gradient -> 
     ("svhn", "anode", ""): TF32,
     ("svhn", "node", ""): TF32,
     ("cifar10", "mdeq-tiny", "jfb"): {"backward": "jfb", **DAMPED},
-    ("cifar10", "mdeq-tiny", "exact"): TF32,
+    ("cifar10", "mdeq-tiny", "exact"): DAMPED,
     ("cifar10", "mon-large", "jfb"): {"backward": "jfb", **TF32},
     ("cifar10", "mdeq", "jfb"): {"backward": "jfb", **LARGE},
 }

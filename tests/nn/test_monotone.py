@@ -374,6 +374,16 @@ def test_weights_that_depend_on_u_are_differentiated(kind: Any) -> None:
     torch.testing.assert_close(pull(w)[0], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", SPLITTINGS)
+def test_a_step_of_a_fused_optimizer_is_a_change_of_the_weights(kind: Any) -> None:
+    """It leaves their `_version` as it is: for the same v, the matrices of before the step were used."""
+    R, u, v = kind(linear().float(), 0.1), normal(4, 6).float(), normal(4, 6, seed=1).float()
+    R(u, v).square().sum().backward()
+    torch.optim.Adam(R.parameters(), 0.1, fused=True).step()
+    with torch.no_grad():
+        assert torch.equal(R(u, v), copy.deepcopy(R)(u, v))
+
+
 def test_bad_input_gets_one_sentence() -> None:
     with pytest.raises(ValueError, match="m must be above 0 and finite, got 0"):
         MonotoneLinear(3, 0)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from banach import data, models
+from banach import Tolerance, data, models
 from banach.data import Batches, Crop, paper_cifar10
 from banach.train import Scorer
 from reproduction import jobs
-from reproduction.measure import BATCH, released
+from reproduction.measure import BATCH, FINE, Measure, released
 
 
 def fresh_network() -> Any:
@@ -57,3 +57,11 @@ def test_test_images_are_augmented_where_the_released_code_does_so() -> None:
     assert jobs.get("cifar10-jfb-seed0").released_augmentation == paper_cifar10()
     for name in ("resnet56-seed0", "mnist-jfb-seed0", "svhn-jfb-decayed-seed0"):
         assert jobs.get(name).released_augmentation is None
+
+
+def test_the_second_tolerance_replaces_a_relative_one_too() -> None:
+    """A recipe with a relative tolerance of 1e-2 was evaluated at that twice, and the records said 1e-4."""
+    split, net = data.load("digits", "train").subset(100), fresh_network().eval()
+    net.tolerance = Tolerance(atol=0, rtol=0.1)
+    found = Measure(jobs.Job(name="rtol", settings=jobs.settings("digits")), net, split, split).final(1)
+    assert found["fine"]["max_residual"] <= FINE < found["clean"]["max_residual"]

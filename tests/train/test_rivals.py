@@ -41,7 +41,7 @@ def test_recipes_of_the_authors() -> None:
     assert models.recipe("mon", "colour").schedule == models.Steps((25,), 0.1)  # with 81 channels
     assert models.recipe("mon-tiers", "cifar10").lr == 1e-2
     tiny = Settings.choose({"model": "mdeq-tiny", "data": "cifar10"})
-    assert (tiny.solver, tiny.max_steps, tiny.pretrain, tiny.augment) == ("broyden:18", 22, 3000, "none")
+    assert (tiny.solver, tiny.max_steps, tiny.pretrain, tiny.augment) == ("broyden:22", 22, 3000, "none")
     assert Settings.choose({"model": "mon-large", "data": "cifar10"}).augment == "flip+crop:4"
     assert Settings.choose({"model": "mon-large", "data": "svhn"}).augment == "none"
     twin = Settings.choose({"model": "mon", "data": "mnist", "max_steps": 0})

@@ -225,9 +225,10 @@ def unrolled(net: ImplicitNetwork, steps: int = 10) -> AbstractContextManager[No
 
 TRAINED = Recipe(lr=1e-3, epochs=220, batch_size=128, schedule=Cosine(), augment="flip+crop:4", pretrain=20_000)
 # The authors' caps on evaluations, 18 forward and 20 backward; the tolerance is in effect never met.
-SOLVED = replace(TRAINED, eps=0.0, rtol=1e-3, max_steps=18)
-OWN = replace(SOLVED, solver="broyden:18", backward="implicit:broyden:1e-3:20")
-TINY_OWN = replace(OWN, epochs=50, weight_decay=2.5e-6, max_steps=22, augment="none", pretrain=3_000)
+OWN = replace(TRAINED, eps=0.0, rtol=1e-3, max_steps=18, solver="broyden:18", backward="implicit:broyden:1e-3:20")
+TINY_OWN = replace(
+    OWN, epochs=50, weight_decay=2.5e-6, solver="broyden:22", max_steps=22, augment="none", pretrain=3_000
+)
 # Five damped steps are recorded, from the answer on. (The authors also leave out dropout.)
 PHANTOM = replace(OWN, lr=0.1, momentum=0.9, weight_decay=1e-4, backward="unroll:5:0.5", pretrain=0)
 COMMON_18 = replace(COMMON, max_steps=18, solver="picard:0.5")

@@ -1,6 +1,7 @@
 """Monotone operator networks: u = relu(W u + v) has one solution, which two splittings find."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -8,12 +9,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from banach import checks
 from banach.latent import Latent, Space, leaves, map_leaves
 from banach.solve import solve
 from banach.solve.context import device_inverse, device_loop, weights_are_constant
 from banach.solve.warning import warn_user
+
+_steps: Counter[str] = Counter()  # of all optimizers: fused ones leave the `_version` of a weight as it is
+register_optimizer_step_post_hook(lambda *_: _steps.update(["taken"]))
 
 
 class MonotoneWarning(RuntimeWarning):
@@ -127,11 +132,10 @@ class Splitting(nn.Module):
             weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
             kind, inference = first.device.type, torch.is_inference_mode_enabled()  # autograd refuses its tensors
             autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-            key: Any = (_place(first), first.shape[1:], self.alpha, weights, autocast, inference)
+            key: Any = (_place(first), first.shape[1:], self.alpha, weights, _steps.total(), autocast, inference)
         except RuntimeError:  # tensors of torch.func have no address
             key = None
-        kept = self._kept
-        if kept is not None and key is not None and kept[0] == key:
+        if (kept := self._kept) is not None and key is not None and kept[0] == key:
             return kept[2]
         made = make()
         # Holding v keeps its address from being given to the v of another pass, or of another CUDA graph.
