@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, Space, leaves, select
+from banach.latent import Latent, Space, leaves, map_leaves, select
 from banach.solve.context import functorch, is_transformed, rounding, unwrap_derivatives, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
@@ -178,13 +178,15 @@ class SolveRun:
     def _evaluate_first(self, z: Tensor) -> Tensor:
         """Return the rows of T(z), and refuse a T that writes to what it was given."""
         compiling = torch.compiler.is_compiling()
-        if not compiling and z.is_inference():  # such a tensor does not count writes, a copy does
+        nest = self.space.nest(z)
+        if not compiling and leaves(nest)[0].is_inference():  # such a tensor does not count writes, a copy does
             with torch.inference_mode(False):
-                z = z.clone()
-        given = [] if compiling else [z, *leaves(self.inputs)]  # Dynamo does not see the counts
+                nest = map_leaves(Tensor.clone, nest)
+        latent = leaves(nest)  # not z: a nest and short types are copies
+        given = [] if compiling else [*latent, *leaves(self.inputs)]  # Dynamo does not see the counts
         before = _versions(given)
         try:
-            value = self.T(self.space.nest(z), *self.inputs)
+            value = self.T(nest, *self.inputs)
         except RuntimeError as error:
             if any(word in str(error) for word in ("dtype", "scalar type", "device")):
                 got = f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error})"
@@ -195,7 +197,8 @@ class SolveRun:
         if not compiling and is_transformed() and any(mapped):
             raise RuntimeError(_VMAPPED)
         if after != before:
-            what = "its input" if after[0] != before[0] else "`inputs` (in a network: R must not change v)"
+            wrote_z = after[: len(latent)] != before[: len(latent)]
+            what = "its input" if wrote_z else "`inputs` (in a network: R must not change v)"
             raise ValueError(f"T must not change {what} in place: begin with an operation that is not in place")
         return rows
 
