@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from banach.diagnose import contraction_factor
+from banach.diagnose import contraction_factor, mixes_samples
 from diagnose.parts_diagnose import jacobian, unchanged
 from problems import normal
 
@@ -58,6 +58,8 @@ def test_a_module_and_the_random_state_are_kept(training: bool) -> None:
     with unchanged(T):
         contraction_factor(T, normal(4, 3), coupled=training)
         contraction_factor(lambda z: z * torch.rand(3, dtype=z.dtype), normal(4, 3))
+        assert mixes_samples(T, normal(4, 3)) is training
+        assert not mixes_samples(T[2], normal(4, 3))
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])

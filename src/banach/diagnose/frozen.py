@@ -14,7 +14,7 @@ from banach.network import as_inputs, is_coupled
 from banach.nn.dropout import check_dropout
 from banach.nn.passes import Pass, on_copies
 from banach.nn.penalty import check_network
-from banach.solve import Map, Solution, solve
+from banach.solve import Map, Solution, mixing, solve
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,12 @@ def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:
             return on_copies(part, *arguments)
 
     return call
+
+
+def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
+    """Do `banach.solve.mixes_samples`, a module T on copies of its buffers."""
+    with undisturbed():
+        return mixing.mixes_samples(unchanging(T), plain(z), plain(inputs))
 
 
 @contextmanager
