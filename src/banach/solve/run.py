@@ -182,9 +182,9 @@ class SolveRun:
         if not compiling and leaves(nest)[0].is_inference():  # such a tensor does not count writes, a copy does
             with torch.inference_mode(False):
                 nest = map_leaves(Tensor.clone, nest)
-        latent = leaves(nest)  # not z: a nest and short types are copies
-        given = [] if compiling else [*latent, *leaves(self.inputs)]  # Dynamo does not see the counts
-        before = _versions(given)
+        # Not z, of which a nest or a short type is a copy. Dynamo does not see the counts.
+        given = () if compiling else (leaves(nest), leaves(self.inputs))
+        before = [_versions(part) for part in given]
         try:
             value = self.T(nest, *self.inputs)
         except RuntimeError as error:
@@ -192,13 +192,12 @@ class SolveRun:
                 got = f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error})"
                 raise TypeError(f"{got}; give z0 the dtype and device of T's weights") from error
             raise
-        rows, after = self.space.rows(value), _versions(given)
+        rows, after = self.space.rows(value), [_versions(part) for part in given]
         mapped = map(functorch.is_batchedtensor, map(unwrap_derivatives, (z, rows)))
         if not compiling and is_transformed() and any(mapped):
             raise RuntimeError(_VMAPPED)
         if after != before:
-            wrote_z = after[: len(latent)] != before[: len(latent)]
-            what = "its input" if wrote_z else "`inputs` (in a network: R must not change v)"
+            what = "its input" if after[0] != before[0] else "`inputs` (in a network: R must not change v)"
             raise ValueError(f"T must not change {what} in place: begin with an operation that is not in place")
         return rows
 
@@ -298,8 +297,7 @@ class SolveRun:
             return frozenset()
         met, stalled, nonfinite = self._ends(self.seen if self.whole is None else state.read())
         masks = (~(met | stalled | nonfinite), stalled, nonfinite)
-        kinds = (Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
-        return frozenset(kind for kind, mask in zip(kinds, masks, strict=True) if mask.any())
+        return frozenset(kind for kind, mask in zip(tuple(Status)[1:], masks, strict=True) if mask.any())
 
 
 def _per_sample(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Any]:
