@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from banach.diagnose import contraction_factor
+from banach import AdjointWarning
+from banach.diagnose import contraction_factor, mixes_samples
 from diagnose.parts_diagnose import jacobian, unchanged
 from problems import normal
 
@@ -58,6 +59,8 @@ def test_a_module_and_the_random_state_are_kept(training: bool) -> None:
     with unchanged(T):
         contraction_factor(T, normal(4, 3), coupled=training)
         contraction_factor(lambda z: z * torch.rand(3, dtype=z.dtype), normal(4, 3))
+        assert mixes_samples(T, normal(4, 3)) is training
+        assert not mixes_samples(T[2], normal(4, 3))
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
@@ -88,6 +91,22 @@ def test_the_default_device_of_the_user_does_not_matter() -> None:
     with torch.device("meta"):  # stands for torch.set_default_device("cuda")
         sigma = contraction_factor(matrices, z, (A,))
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-4, atol=0)
+
+
+def detached(z: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = z.detach().requires_grad_()
+        return torch.autograd.grad(x.square().sum(), x)[0]
+
+
+def test_a_map_that_detaches_its_latent_was_said_to_contract(recwarn: pytest.WarningsRecorder) -> None:
+    """T = 2 z, but sigma is 0: the derivative is cut."""
+    z = normal(4, 3)
+    for constant in (lambda z: torch.ones_like(z), lambda z: torch.relu(z - 9)):
+        assert not contraction_factor(constant, z).any()
+    assert not len(recwarn)
+    with pytest.warns(AdjointWarning, match="T must not detach z"):
+        contraction_factor(detached, z)
 
 
 def test_refusals() -> None:

@@ -118,6 +118,11 @@ def test_writes_to_z_and_to_inputs(mode: type[AbstractContextManager[Any]], ever
                     solve(T, z0, Anderson(), tolerance=tolerance)
         with pytest.raises(ValueError, match=OF_Z):
             solve(lambda z: {"a": z["a"] / 2, "b": z["b"].mul_(0.5)}, nest, tolerance=tolerance)
+        with pytest.raises(ValueError, match=OF_Z):  # T gets a copy of such rows, but `attach` gives it the value
+            solve(lambda z: z.mul_(0.5), outside.bfloat16(), tolerance=tolerance)
+        images = (torch.ones(2, 3, 2, 2), torch.ones(2, 3, 2, 2))
+        with pytest.raises(ValueError, match=OF_Z):
+            solve(lambda z: (z[0] / 2, z[1].mul_(0.5)), images, tolerance=tolerance)
     nested = ({"a": outside, "b": [outside]},)
     with mode(), pytest.raises(ValueError, match=OF_INPUTS):
         solve(spoil, torch.zeros(2, 3), inputs=(outside,), tolerance=tolerance)

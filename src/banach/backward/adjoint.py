@@ -17,7 +17,7 @@ from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, detach, leaves, map_leaves, rebuild
 from banach.solve import Map, Norm, Solver, Status, Tolerance, solve
 from banach.solve.context import device_loop, without_autocast
-from banach.solve.mixing import differ, mixes_samples
+from banach.solve.mixing import mixes_samples
 from banach.solve.state import to_numpy
 from banach.solve.warning import AdjointWarning, warn_user
 
@@ -30,9 +30,9 @@ _CHANGED = (
     "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T reads, "
     "such as an attribute that the next turn of a loop overwrites, must not change in between; pass it in `inputs`"
 )
-_CUT = (
-    "T changes with z but its derivative in z is zero, so the gradient is that of JFB: T must not detach z; where "
-    "it differentiates an energy E, write torch.func.grad(E)(z)"
+CUT = (
+    "T changes with z but its derivative in z is zero, so the gradient is that of JFB and sigma_max is 0: T must "
+    "not detach z; where it differentiates an energy E, write torch.func.grad(E)(z)"
 )
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 
@@ -85,8 +85,9 @@ class Problem:
         method = self.mode.method
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
-        if not (equation.start is None or self.zero or axes.levels) and self._is_cut(equation.start, right):
-            warn_user(_CUT, AdjointWarning)
+        zero = not (equation.start is None or equation.start.any()) and bool(right.any())
+        if zero and not (self.zero or axes.levels) and jacobian.is_cut(self.eps, right):
+            warn_user(CUT, AdjointWarning)
         if equation.every or self.mode.report is not None:
             self._report(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
@@ -96,15 +97,6 @@ class Problem:
         was = self.space.rows(self.value)
         change = torch.linalg.vector_norm(self.space.rows(value) - was)
         return bool(change > min(1e3 * self.eps, 0.1) * torch.linalg.vector_norm(was))
-
-    def _is_cut(self, product: Tensor, g: Tensor) -> bool:
-        """Does T change with z where g is not zero, although J' g is, for every sample? `product`: its lengths."""
-        if product.any() or not g.any():
-            return False
-        rows, before = self.space.rows(self.z_star), self.space.rows(self.value)
-        moved = rows + self.eps**0.5 * rows.abs().amax(1, keepdim=True).clamp(min=1)
-        after = self.space.rows(self.T(self.space.nest(moved), *self.inputs))
-        return differ(before, torch.where(g == 0, before, after), self.space)
 
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""

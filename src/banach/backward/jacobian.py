@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
 from banach.solve.context import constant_weights
+from banach.solve.mixing import differ
 
 # What torch.func says of hooks and old autograd.Functions, of LSTMs, of attention under autocast, and of CSR
 # matrices; plain autograd takes them all.
@@ -67,6 +68,13 @@ class Jacobian:
         if self._push is None:
             self.transposed(torch.ones_like(v), record=True)
         return self._to_rows(self._pushed(self._to_nest(v)), "J")
+
+    def is_cut(self, eps: float, g: Tensor | None = None) -> bool:
+        """Does f change with x, where g is not zero? Asked where products with J, or J' g, are zero."""
+        rows, before = self.space.rows(self._x), self.space.rows(self.value)
+        moved = rows + eps**0.5 * rows.abs().amax(1, keepdim=True).clamp(min=1)
+        after = self.space.rows(self._f(self.space.nest(moved)))
+        return differ(before, after if g is None else torch.where(g == 0, before, after), self.space)
 
     def _to_nest(self, rows: Tensor) -> Latent:
         self.products += self.space.batch * self.axes.count

@@ -4,11 +4,10 @@ from banach.diagnose.contraction import (
     Contraction, contraction_factor, error_bound, measure_contraction, observed_rate,
 )  # fmt: skip
 from banach.diagnose.descent import Agreement, Descent, descent_check, descent_checks
-from banach.diagnose.frozen import NetworkMap, network_map
+from banach.diagnose.frozen import NetworkMap, mixes_samples, network_map
 from banach.diagnose.monitor import (
     ContractionMonitor, ContractionReading, ContractionWarning, suggested_order, verdict,
 )  # fmt: skip
-from banach.solve import mixes_samples
 
 __all__ = [
     "Agreement", "Contraction", "ContractionMonitor", "ContractionReading", "ContractionWarning", "Descent",

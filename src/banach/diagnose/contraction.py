@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from banach import checks
+from banach.backward.adjoint import CUT
 from banach.backward.jacobian import Jacobian
 from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, undisturbed
 from banach.latent import Latent, Space
 from banach.solve import RMS, Euclidean, Map, Norm, Picard, Solution, Tolerance, solve
 from banach.solve.context import rounding, with_autocast_of, without_autocast
 from banach.solve.tolerance import measure
+from banach.solve.warning import AdjointWarning, warn_user
 
 VECTORS = 24  # kept of each sample before the iteration starts again from their best combination
 QUIET = 5  # steps in a row without growth after which sigma is known
@@ -52,7 +54,10 @@ def contraction_factor(
         under = with_autocast_of(space, unchanging(T) if isinstance(T, nn.Module) else T)
         with without_autocast(space.device):
             J = Jacobian(lambda x: under(x, *fixed), z, space)
-            return space.spread(_largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
+            sigma = _largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed)
+            if sum(space.sizes) and not sigma.any() and J.is_cut(rounding(space)):
+                warn_user(CUT, AdjointWarning)
+            return space.spread(sigma)
 
 
 @torch.no_grad()

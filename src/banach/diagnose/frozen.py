@@ -1,8 +1,9 @@
 """The map of a network, and its parts as functions that leave weights, buffers and random numbers as they were."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from banach.network import as_inputs, is_coupled
 from banach.nn.dropout import check_dropout
 from banach.nn.passes import Pass, on_copies
 from banach.nn.penalty import check_network
-from banach.solve import Map, Solution, solve
+from banach.solve import Map, Solution, mixing, solve
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +61,14 @@ def network_map(net: Any, d: Any, z0: Latent | None = None, *, gradient: bool = 
 
 def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:
     """`part` on copies of its buffers; the global random state is put back after every call."""
-
-    def call(*arguments: Any) -> Any:
-        with _forked():
-            return on_copies(part, *arguments)
-
+    call: Callable[..., Any] = _forked()(partial(on_copies, part))
     return call
+
+
+def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
+    """Do `banach.solve.mixes_samples`, a module T on copies of its buffers."""
+    with undisturbed():
+        return mixing.mixes_samples(unchanging(T), plain(z), plain(inputs))
 
 
 @contextmanager
@@ -76,8 +79,8 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def _forked() -> AbstractContextManager[None]:
-    """Put the random state of the host, and of every GPU if CUDA is in use, back afterwards."""
+def _forked() -> Any:
+    """Put the random state of the host, and of every GPU if CUDA is in use, back after a block or every call."""
     return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
 
 

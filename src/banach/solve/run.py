@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, Space, leaves, select
+from banach.latent import Latent, Space, leaves, map_leaves, select
 from banach.solve.context import functorch, is_transformed, rounding, unwrap_derivatives, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
@@ -178,19 +178,21 @@ class SolveRun:
     def _evaluate_first(self, z: Tensor) -> Tensor:
         """Return the rows of T(z), and refuse a T that writes to what it was given."""
         compiling = torch.compiler.is_compiling()
-        if not compiling and z.is_inference():  # such a tensor does not count writes, a copy does
+        nest = self.space.nest(z)
+        if not compiling and leaves(nest)[0].is_inference():  # such a tensor does not count writes, a copy does
             with torch.inference_mode(False):
-                z = z.clone()
-        given = [] if compiling else [z, *leaves(self.inputs)]  # Dynamo does not see the counts
-        before = _versions(given)
+                nest = map_leaves(Tensor.clone, nest)
+        # Not z, of which a nest or a short type is a copy. Dynamo does not see the counts.
+        given = () if compiling else (leaves(nest), leaves(self.inputs))
+        before = [_versions(part) for part in given]
         try:
-            value = self.T(self.space.nest(z), *self.inputs)
+            value = self.T(nest, *self.inputs)
         except RuntimeError as error:
             if any(word in str(error) for word in ("dtype", "scalar type", "device")):
                 got = f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error})"
                 raise TypeError(f"{got}; give z0 the dtype and device of T's weights") from error
             raise
-        rows, after = self.space.rows(value), _versions(given)
+        rows, after = self.space.rows(value), [_versions(part) for part in given]
         mapped = map(functorch.is_batchedtensor, map(unwrap_derivatives, (z, rows)))
         if not compiling and is_transformed() and any(mapped):
             raise RuntimeError(_VMAPPED)
@@ -295,8 +297,7 @@ class SolveRun:
             return frozenset()
         met, stalled, nonfinite = self._ends(self.seen if self.whole is None else state.read())
         masks = (~(met | stalled | nonfinite), stalled, nonfinite)
-        kinds = (Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
-        return frozenset(kind for kind, mask in zip(kinds, masks, strict=True) if mask.any())
+        return frozenset(kind for kind, mask in zip(tuple(Status)[1:], masks, strict=True) if mask.any())
 
 
 def _per_sample(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Any]:

@@ -101,9 +101,7 @@ class Solution:
         if self.residuals is None:
             return None
         length = int(self.steps.max()) if self.steps.numel() else 0
-        if not length:
-            return self.residual.new_empty((0, len(self.residual)))
-        return torch.stack(self.residuals[:length])
+        return torch.stack(self.residuals[:length]) if length else self.residual.new_empty(0, len(self.residual))
 
     def __repr__(self) -> str:
         counts = Counter(status.name for status in self.status)
@@ -120,8 +118,7 @@ class Solution:
         if total == counts[Status.CONVERGED]:
             return f"all {total} samples converged"
         lines = [f"{count} of {total} samples: {kind.value}" for kind, count in counts.items()]
-        unmet = self.residual[~self.converged]
-        lines.append(f"worst residual of those that did not converge: {float(unmet.max()):.3g}")
+        lines.append(f"worst residual of those that did not converge: {self.residual[~self.converged].max():.3g}")
         return "\n".join([*lines, *(f"try: {advice}" for advice in self._advice(counts))])
 
     def _advice(self, counts: Counter[Status]) -> list[str]:
