@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import Implicit
+from banach.data.images import own_part
 from banach.latent import Space
 from banach.network import ImplicitNetwork
 from banach.nn.layers import modules_of
@@ -58,9 +59,9 @@ class Ranks:
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
         count, accumulate = self.count, settings.accumulate
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
-            # As `Batches.own` cuts a batch. Every rank needs a part, and `accumulate` must cut all parts alike.
-            parts = [size * (rank + 1) // count - size * rank // count for rank in range(count)]
-            if min(parts) == 0 or len({len(torch.empty(part).chunk(accumulate)) for part in parts}) > 1:
+            # Every rank needs a part, and `accumulate` must cut all parts alike.
+            parts = [torch.empty(size)[own_part(size, rank, count)] for rank in range(count)]
+            if not all(map(len, parts)) or len({len(part.chunk(accumulate)) for part in parts}) > 1:
                 who = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
                 text = f"a batch of {size} images cannot be cut into parts for {who}"
                 raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")

@@ -240,10 +240,9 @@ class Settings:
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of the parameters that are trained; on a GPU it can be captured and is fused."""
         weights = [p for p in net.parameters() if p.requires_grad]
-        options: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
         on_gpu = self.torch_device.type == "cuda"
-        if on_gpu:
-            options |= {"lr": torch.tensor(self.lr, device=self.torch_device), "fused": True}
+        lr = torch.tensor(self.lr, device=self.torch_device) if on_gpu else self.lr
+        options: dict[str, Any] = {"lr": lr, "weight_decay": self.weight_decay, "fused": on_gpu or None}
         if self.optimizer == "sgd":
             return torch.optim.SGD(weights, momentum=self.momentum, **options)
         made = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
