@@ -70,6 +70,22 @@ def test_nothing_needs_float64_or_eigenvectors_on_the_device() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_measuring_changes_no_random_numbers_of_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []  # what R draws there
+
+    class Drawing(R):
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            drawn.append(1)
+            return super().forward(u, v)
+
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: list(drawn))
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: drawn.__setitem__(slice(None), state))
+    measure_contraction(network(Drawing()), torch.randn(4, 5))
+    assert not drawn
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
 def test_every_device_but_a_cpu_takes_several_steps_between_two_checks(
     device: str, monkeypatch: pytest.MonkeyPatch
