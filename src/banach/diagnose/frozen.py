@@ -81,10 +81,9 @@ def undisturbed() -> Iterator[None]:
 
 def _forked() -> Any:
     """Put the random state of the host, and of every GPU that is in use, back after a block or every call."""
-    used = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_initialized()]
-    used += ["mps"] if torch.backends.mps.is_available() else []
-    devices = range(getattr(torch, used[0]).device_count()) if used else ()
-    return torch.random.fork_rng(devices, device_type=used[0] if used else "cuda")
+    kind = "mps" if torch.backends.mps.is_available() else "xpu" if torch.xpu.is_initialized() else "cuda"
+    used = kind != "cuda" or torch.cuda.is_initialized()
+    return torch.random.fork_rng(range(getattr(torch, kind).device_count()) if used else (), device_type=kind)
 
 
 def plain(nest: Any) -> Any:
