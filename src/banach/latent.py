@@ -220,10 +220,10 @@ class Space:
     def _check_same(self, leaf: Tensor, shape: tuple[int, ...], what: str) -> None:
         if leaf.shape != shape:
             raise ValueError(f"{what} must keep the shape of its input: {shape} became {tuple(leaf.shape)}")
-        if leaf.dtype != self.dtype and not self.autocast:
+        if leaf.dtype != self.dtype and not (self.autocast and leaf.is_floating_point()):
             new = _name(leaf.dtype)
             text = f"{what} must keep the dtype of its input: {_name(self.dtype)} became {new}"
-            raise TypeError(f"{text}; give z0 in {new}")
+            raise TypeError(f"{text}; give z0 in {new}" if leaf.is_floating_point() else text)
         if leaf.device != self.device:
             text = f"{what} must keep the device of its input: {self.device} became {leaf.device}"
             raise ValueError(f"{text}; put z0 on {leaf.device}")

@@ -445,7 +445,7 @@ class Outer(nn.Module):
 INSTEAD: list[tuple[Any, str, Mode]] = [
     (Once, r"second derivatives of T, .* use Implicit\(GMRES\(\)\)", Implicit(GMRES(), ADJOINT)),
     (Outer, r"NormalCG around an R .* GMRES\(\) and Anderson\(\) do not", Implicit(GMRES(), ADJOINT)),
-    (Checkpointed, "T holds a checkpoint", Unroll(100)),
+    (Checkpointed, "T holds a checkpoint, or hooks on saved tensors, such as save_on_cpu", Unroll(100)),
 ]
 
 

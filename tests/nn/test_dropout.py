@@ -108,10 +108,17 @@ def test_one_network_many_times_in_one_graph(mode: str) -> None:
     assert close(got, {name: sum(part[name] for part in parts) for name in got}, atol=1e-11)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("p", "training"), [(0.1, True), (0.8, True), (0.0, True), (1.0, True), (0.5, False)])
-def test_the_share_that_is_kept(p: float, training: bool) -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])  # of which the numbers are multiples of 1/256
+@pytest.mark.parametrize(
+    ("p", "training"), [(0.1, True), (0.8, True), (0.001, True), (0.0, True), (1.0, True), (0.5, False)]
+)
+def test_the_share_that_is_kept(p: float, training: bool, default: torch.dtype) -> None:
     net = network(DropR(p, width=200).train(training), width=200)
-    loss = net(normal(200, 4)).sum()
+    torch.set_default_dtype(default)
+    try:
+        loss = net(normal(200, 4)).sum()
+    finally:
+        torch.set_default_dtype(torch.float32)
     mask, keep = notes(net)[0], 1 - p if training else 1.0
     assert set(mask.unique().tolist()) <= {0.0, 1 / max(keep, 1e-9)}
     assert abs(float((mask > 0).double().mean()) - keep) <= 4 * (keep * (1 - keep) / mask.numel()) ** 0.5

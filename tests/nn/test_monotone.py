@@ -104,6 +104,7 @@ def test_the_default_device_of_the_user_does_not_matter() -> None:
     expected = monotonicity(W, shapes)
     with torch.device("meta"):  # stands for torch.set_default_device("cuda")
         assert monotonicity(W, shapes) == expected
+        assert PeacemanRachford(W, 0.5).state_dict()["alpha"] == 0.5
 
 
 def test_one_tier_is_the_formula() -> None:

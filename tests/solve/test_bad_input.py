@@ -21,11 +21,17 @@ def half(z: Tensor, *inputs: Tensor) -> Tensor:
     return z / 2
 
 
+def unknown(z: Tensor) -> Tensor:
+    raise NotImplementedError("The operator 'aten::geqrf' is not currently implemented for the MPS device.")
+
+
 MAPS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda z: z[:, :1], Z, ValueError, r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"),
     (lambda z: (z, z), Z, TypeError, r"T must keep the structure of z0: tensor became \(tensor, tensor\)"),
     (lambda z: None, Z, TypeError, "T must keep the structure of z0: tensor became NoneType"),
     (lambda z: z.double(), Z, TypeError, "T must keep the dtype of its input: float32 became float64; give z0 in"),
+    (lambda z: z.long(), Z, TypeError, "T must keep the dtype of its input: float32 became int64$"),
+    (unknown, Z, NotImplementedError, "^The operator"),
     (lambda z: z.to("meta"), Z, ValueError, "T must keep the device .*: cpu became meta; put z0 on meta"),
     (nn.Linear(3, 3).double(), Z, TypeError, "T cannot take z0 of torch.float32 on cpu .* give z0 the dtype"),
     (nn.Linear(3, 3, device="meta"), Z, TypeError, "T cannot take z0 of torch.float32 .* device of T's weights"),
@@ -84,6 +90,11 @@ def test_bad_objects(make: Any, settings: dict[str, Any], kind: type[Exception],
     with pytest.raises(kind, match=message) as error:
         make(**settings)
     assert "\n" not in str(error.value)
+
+
+def test_autocast_takes_no_integers() -> None:
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="float32 became int64"):
+        solve(lambda z: z.long(), Z)
 
 
 def test_an_error_inside_T_is_left_as_it_is() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from banach.data import Crop, Flip
@@ -75,6 +76,21 @@ def test_after_an_error_at_any_step(kind: str, step: int, tmp_path: Path, whole:
     assert same_weights(again, whole[kind][0])
     assert figures(history) == figures(whole[kind][1])
     assert [epoch.epoch for epoch in run.metrics()] == [1, 2]
+
+
+def test_at_a_default_dtype_of_bf16(tmp_path: Path, whole: Any) -> None:
+    made = settings(**KINDS["adam"])
+    run, net, again = Run.create(tmp_path / "run", made), network(), network(seed=9)
+    interrupt(net, STEPS, fail)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(Interrupted):
+            train(run, made, net)
+        history = train(run, made, again)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same_weights(again, whole["adam"][0])
+    assert figures(history) == figures(whole["adam"][1])
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 6), (signal.SIGHUP, 9)])

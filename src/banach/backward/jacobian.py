@@ -111,7 +111,7 @@ class Jacobian:
             product = self._retried(recorded)
             if self._vjp is plain_vjp:  # it may take a part of J' for a constant: <J p, w> is <p, p> for p = J' w
                 nests = product[0], self._pushed(product[0]), w
-                p, Jp, rows = (self.space.rows(nest).double() for nest in nests)
+                p, Jp, rows = (self.space.rows(nest).cpu().double() for nest in nests)
                 own, other = float((p * p).sum()), float((Jp * rows).sum())
                 if abs(own - other) > 0.1 * own:
                     raise RuntimeError("J, by double backward, is not implemented for an operation in T")
@@ -187,8 +187,8 @@ _WRITES = (
     "ImplicitNetwork, which keeps them, or eval mode; to measure a module, give the module itself as T"
 )
 _CHECKPOINT = (
-    "T holds a checkpoint, which cannot be recomputed at every product with its Jacobian: take it out, or train "
-    "with JFB(), Neumann() or Unroll(), which need no such product"
+    "T holds a checkpoint, or hooks on saved tensors, such as save_on_cpu, are on: products with J allow neither; "
+    "take it out, end such a block before backward(), or train with JFB(), Neumann() or Unroll()"
 )
 _ONCE = (
     "products with J, which NormalCG() needs, take second derivatives of T, and an operation in T has none: use "

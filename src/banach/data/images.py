@@ -82,7 +82,7 @@ class Images:
     @cached_property
     def _affine(self) -> Tensor:
         # Cached: making a tensor from Python numbers is a copy that the device waits for.
-        mean, std = torch.tensor([self.mean, self.std], dtype=torch.float64)[..., None, None]
+        mean, std = torch.tensor([self.mean, self.std], dtype=torch.float64, device="cpu")[..., None, None]
         return torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
 
 

@@ -103,7 +103,7 @@ class _Krylov:
         """(samples,): the largest |J v| over unit vectors v in the span of V."""
         self.W = torch.cat([self.W, self.J.forward(self.V[:, -1].contiguous())[:, None]], 1)
         # Sums of products, here and below, not matrix products: those may be rounded to TF32.
-        row = torch.linalg.vecdot(self.W, self.W[:, -1:]).double().cpu()
+        row = torch.linalg.vecdot(self.W, self.W[:, -1:]).cpu().double()  # Apple's GPUs have no float64
         self.gram = torch.cat([torch.cat([self.gram, row[:, :-1, None]], 2), row[:, None]], 1)
         finite = self.gram.isfinite().all(2).all(1)
         values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], self.gram, 0.0))

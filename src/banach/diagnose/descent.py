@@ -134,7 +134,7 @@ def _agreement(
 ) -> Agreement:
     """Return that of the weights of these parts, as if they were one long vector, summed in float64."""
     rows = zip(weights.values(), cheap, exact, strict=True)
-    pairs = [(a.flatten().double(), b.flatten().double()) for owners, a, b in rows if owners & parts]
+    pairs = [[x.flatten().cpu().double() for x in (a, b)] for owners, a, b in rows if owners & parts]
     a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
     lengths = float(a.norm()), float(b.norm())
     cosine = float(a @ b) / (lengths[0] * lengths[1]) if all(lengths) else float("nan")

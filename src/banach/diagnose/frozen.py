@@ -80,8 +80,10 @@ def undisturbed() -> Iterator[None]:
 
 
 def _forked() -> Any:
-    """Put the random state of the host, and of every GPU if CUDA is in use, back after a block or every call."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
+    """Put the random state of the host, and of every GPU that is in use, back after a block or every call."""
+    kind = "mps" if torch.backends.mps.is_available() else "xpu" if torch.xpu.is_initialized() else "cuda"
+    used = kind != "cuda" or torch.cuda.is_initialized()
+    return torch.random.fork_rng(range(getattr(torch, kind).device_count()) if used else (), device_type=kind)
 
 
 def plain(nest: Any) -> Any:

@@ -230,8 +230,8 @@ class _Operator:
             x = x.to(self.weight.dtype)
             for _ in range(5):
                 basis, images = _krylov(self, x, 20)
-                gram = images @ images.mT
-                x = _unit((torch.linalg.eigh(gram)[1][:, -1] @ basis).view_as(x), otherwise=x)
+                gram = (images @ images.mT).to("meta" if x.is_meta else "cpu")  # some GPUs have no eigh
+                x = _unit((torch.linalg.eigh(gram)[1][:, -1].to(x) @ basis).view_as(x), otherwise=x)
         return x
 
 
@@ -294,8 +294,8 @@ def _krylov(operator: _Operator, x: Tensor, width: int) -> tuple[Tensor, Tensor]
 
 def _orthonormal(rows: Tensor) -> Tensor:
     """Return orthonormal rows, the first ones of which span the same space as the first ones given."""
-    if rows.is_cuda:
-        return gram_schmidt(rows)  # unlike LAPACK's routines it can be captured
+    if not rows.is_cpu:
+        return gram_schmidt(rows)  # unlike LAPACK's routines it can be captured, and exists everywhere
     return torch.linalg.qr(rows.flatten(1).mT)[0].mT.reshape(rows.shape)
 
 

@@ -148,7 +148,7 @@ class Splitting(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
+        destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64, device="cpu")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         state_dict = dict(state_dict)
@@ -281,7 +281,7 @@ def tune_alpha(net: Any, *d: Any, first: float = 1.0, halvings: int = 6) -> floa
     for k in range(halvings + 1):
         net.R.alpha = first / 2**k
         found = solve(net.R, net.start(v), net.solver, inputs=(v,), tolerance=net.tolerance)
-        steps = float(torch.where(found.converged, found.steps, 2 * net.tolerance.max_steps).double().mean())
+        steps = int(torch.where(found.converged, found.steps, 2 * net.tolerance.max_steps).sum())
         if steps > fewest:
             break
         best, fewest = net.R.alpha, steps

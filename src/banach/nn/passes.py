@@ -97,7 +97,7 @@ class Pass:
         if key in self.masks and self.masks[key].shape[1:] != shape[1:]:  # called at another place, too
             key = key, shape[1:]  # not always: torch.compile would make code for every length of a sequence
         if key not in self.masks:
-            self.masks[key] = torch.rand(shape, device=x.device) < 1 - layer.p
+            self.masks[key] = torch.rand(shape, dtype=torch.float32, device=x.device) < 1 - layer.p
         mask: Tensor = self.masks[key]
         here = self.present()
         batch = len(here[-1]) if here else len(mask)

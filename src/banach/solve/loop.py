@@ -115,7 +115,7 @@ def _run_on_host(
     # These norms give new memory in the type of the rows.
     known = type(run.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not context.is_transformed()
     sprints = run.on_host and known and run.damping is not None and trace is None and on_step is None
-    strides = run.space.device.type == "cuda" and run.tolerance.check_every is None and not compact
+    strides = run.space.device.type != "cpu" and run.tolerance.check_every is None and not compact
     while run.busy and k < most:
         if sprints:
             k = stride(run, state, k) if strides else run.sprint(state, k, compact=compact)

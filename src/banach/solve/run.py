@@ -187,8 +187,8 @@ class SolveRun:
         before = [_versions(part) for part in given]
         try:
             value = self.T(nest, *self.inputs)
-        except RuntimeError as error:
-            if any(word in str(error) for word in ("dtype", "scalar type", "device")):
+        except RuntimeError as error:  # subclasses, such as a CUDA error of an earlier kernel, have other causes
+            if type(error) is RuntimeError and any(w in str(error) for w in ("dtype", "scalar type", "device")):
                 got = f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error})"
                 raise TypeError(f"{got}; give z0 the dtype and device of T's weights") from error
             raise

@@ -195,7 +195,7 @@ class TrainState:
         own = {name: value for name, value in self.tensors().items() if not name.startswith("optimizer.")}
         keys = ("momentum_buffer",) if self.settings.optimizer == "sgd" else ("step", "exp_avg", "exp_avg_sq")
         weights = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
-        step = torch.zeros((), dtype=torch.get_default_dtype())
+        step = torch.zeros((), dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
         known = {f"optimizer.{k}.{key}": step if key == "step" else p for k, p in weights for key in keys}
         return own | {name: like for name, like in known.items() if name in names}
 
