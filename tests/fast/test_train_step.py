@@ -1,6 +1,7 @@
 """TrainStep without a GPU: as it falls back, and what it refuses, with programs that run in place of graphs."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy
@@ -83,7 +84,7 @@ def test_tensors_without_an_address_may_be_in_the_network() -> None:
 
 
 def test_what_replays_hold_fixed() -> None:
-    """Also where an address stays, and numbers of NumPy."""
+    """Also where an address stays, numbers of NumPy, and attributes that were no number or not there before."""
     net: Any = conv_network()
     net.S[1] = torch.nn.Linear(8, 8)
 
@@ -93,13 +94,10 @@ def test_what_replays_hold_fixed() -> None:
     def shorten() -> None:
         net.S[1].bias.data = net.S[1].bias.data[:6]
 
-    net.R.gamma, net.R.skips = numpy.float64(0.4), True
-    for change in (
-        transpose,
-        shorten,
-        lambda: setattr(net.R, "gamma", numpy.float64(0.3)),
-        lambda: setattr(net.R, "skips", False),
-    ):
+    net.R.gamma, net.R.skips, net.R.scale = numpy.float64(0.4), True, None
+    given = [("gamma", numpy.float64(0.3)), ("skips", False), ("scale", 2.0), ("new", 1.0), ("new", torch.ones(2))]
+    changes: list[Any] = [transpose, shorten, *(partial(setattr, net.R, *pair) for pair in given)]
+    for change in changes:
         before = HeldFixed(net)
         assert not before.changed()
         change()
