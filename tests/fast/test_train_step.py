@@ -366,7 +366,7 @@ class Trained:
         self.net, _, self.d = two_networks()
         self.net.Q.requires_grad_(False)
         self.extra = torch.nn.Parameter(torch.zeros(10, dtype=torch.float64))
-        self.optimizer = torch.optim.Adam([*self.net.parameters(), self.extra], lr=0.01)
+        self.optimizer: Any = torch.optim.Adam([*self.net.parameters(), self.extra], lr=0.01)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output * self.extra.exp(), targets)
@@ -474,6 +474,22 @@ def test_an_optimizer_whose_state_does_not_start_at_zero_is_not_captured(monkeyp
     step = captured(net, torch.optim.Rprop(net.parameters(), lr=0.01), monkeypatch)
     with pytest.warns(UserWarning, match="the state of Rprop does not start at zero; take its first step eagerly"):
         step(*batch())
+
+
+def test_such_an_optimizer_is_captured_after_its_first_step_also_if_it_has_a_weight_without_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That weight never has a state, so the advice to take the first step eagerly did not help."""
+    mine, by_hand, y = Trained(), Trained(), torch.arange(6)
+    for one in (mine, by_hand):
+        unused = torch.nn.Parameter(torch.zeros_like(one.extra))
+        one.optimizer = torch.optim.NAdam([*one.net.parameters(), one.extra, unused], lr=0.01)
+        one.step(y)
+    step = captured(mine.net, mine.optimizer, monkeypatch)
+    step.loss = mine.loss
+    for _ in range(2):
+        torch.testing.assert_close(step(mine.d, y), by_hand.step(y))
+    assert step.plan.graph
 
 
 def test_an_input_may_be_a_number() -> None:
