@@ -14,9 +14,11 @@ from fast.simulated import PLAN
 
 def give_driver(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     """Let `cuda.bindings` have a driver of these functions."""
-    driver, there = SimpleNamespace(**functions), {"__spec__": "there"}
+    driver: Any = SimpleNamespace(**functions)
+    there = {"__spec__": "there"}
     bindings: Any = SimpleNamespace(driver=driver, nvrtc=SimpleNamespace(), **there)
-    for name, module in {"cuda": SimpleNamespace(bindings=bindings, **there), "cuda.bindings": bindings}.items():
+    cuda: Any = SimpleNamespace(bindings=bindings, **there)
+    for name, module in {"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.driver": driver}.items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
