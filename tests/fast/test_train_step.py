@@ -96,7 +96,12 @@ def test_what_replays_hold_fixed() -> None:
 
     net.R.gamma, net.R.skips, net.R.scale = numpy.float64(0.4), True, None
     given = [("gamma", numpy.float64(0.3)), ("skips", False), ("scale", 2.0), ("new", 1.0), ("new", torch.ones(2))]
-    changes: list[Any] = [transpose, shorten, *(partial(setattr, net.R, *pair) for pair in given)]
+    changes: list[Any] = [
+        transpose,
+        shorten,
+        partial(net.S.__setitem__, 0, torch.nn.Identity()),
+        *(partial(setattr, net.R, *pair) for pair in given),
+    ]
     for change in changes:
         before = HeldFixed(net)
         assert not before.changed()
@@ -470,10 +475,14 @@ def test_extras_are_parts_of_a_step() -> None:
 
 def test_an_optimizer_whose_state_does_not_start_at_zero_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up would leave Rprop with step sizes of zero."""
-    net = network()
+    net = plain_network()
+    reference, (d, y) = copy.deepcopy(net), batch()
     step = captured(net, torch.optim.Rprop(net.parameters(), lr=0.01), monkeypatch)
     with pytest.warns(UserWarning, match="the state of Rprop does not start at zero; take its first step eagerly"):
-        step(*batch())
+        step(d, y)
+    F.cross_entropy(reference(d), y).backward()
+    torch.optim.Rprop(reference.parameters(), lr=0.01).step()
+    assert same_weights(net, reference)
 
 
 def test_such_an_optimizer_is_captured_after_its_first_step_also_if_it_has_a_weight_without_gradient(
