@@ -1,6 +1,7 @@
 """TrainStep without a GPU: as it falls back, and what it refuses, with programs that run in place of graphs."""
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,8 @@ def test_what_replays_hold_fixed() -> None:
     """Also where an address stays, numbers of NumPy, and attributes that were no number or not there before."""
     net: Any = conv_network()
     net.S[1] = torch.nn.Linear(8, 8)
+    with warnings.catch_warnings(action="ignore"):
+        net.Q = torch.jit.script(net.Q)  # whose parameters are not in a dict, which was an error
 
     def transpose() -> None:
         net.S[1].weight.data = net.S[1].weight.data.t()
@@ -99,6 +102,7 @@ def test_what_replays_hold_fixed() -> None:
     changes: list[Any] = [
         transpose,
         shorten,
+        net.Q.eval,
         partial(net.S.__setitem__, 0, torch.nn.Identity()),
         *(partial(setattr, net.R, *pair) for pair in given),
     ]
