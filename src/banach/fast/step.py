@@ -159,9 +159,8 @@ class TrainStep:
     @property
     def outdated(self) -> bool:
         """Network or optimizer have changed since a captured step was planned, which replays do not see."""
-        if not self.plan.graph or self._held is None:
-            return False
-        return self._held[0].changed() or self._held[1] != self._memory()
+        held = self._held if self.plan.graph else None
+        return held is not None and (held[0].changed() or held[1] != self._memory())
 
     @property
     def prepared(self) -> bool:
