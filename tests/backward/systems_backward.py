@@ -27,11 +27,13 @@ class Reports:
         self.status.append(status)
 
 
-def solve_adjoint(method: Any, J: Tensor, g: Tensor, log: Reports | None = None, **tolerance: Any) -> Tensor:
+def solve_adjoint(
+    method: Any, J: Tensor, g: Tensor, log: Reports | None = None, *, order: int = 1, **tolerance: Any
+) -> Tensor:
     """w, read off as the gradient in x of T(z) = J z + x; J is (samples, n, n)."""
     x = torch.zeros_like(g).requires_grad_()
     settings = Tolerance(**{"atol": 0, "rtol": 1e-12, "max_steps": 2000, **tolerance})
-    mode = Implicit(method, settings, report=log)
+    mode = Implicit(method, settings, report=log, order=order)
     value = mode.attach(lambda z, x: torch.bmm(J, z[..., None])[..., 0] + x, torch.zeros_like(g), (x,))
     return torch.autograd.grad(value, x, g)[0]
 

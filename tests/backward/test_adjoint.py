@@ -95,7 +95,10 @@ def test_other_norms_and_an_absolute_tolerance(method: Any, norm: Any) -> None:
 
 
 @every
-def test_a_fixed_depth_syncs_with_host_for_nothing(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_fixed_depth_syncs_with_host_for_nothing(
+    method: Any, order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     J, g = mixed()[:4], cotangents(4, 6)
 
     def asked(*_: Any) -> None:
@@ -103,7 +106,7 @@ def test_a_fixed_depth_syncs_with_host_for_nothing(method: Any, monkeypatch: pyt
 
     for question in ("__bool__", "item", "tolist", "__float__", "__int__", "numpy"):
         monkeypatch.setattr(torch.Tensor, question, asked)
-    w = solve_adjoint(method, J, g, max_steps=400, check_every=0)
+    w = solve_adjoint(method, J, g, order=order, max_steps=400, check_every=0)
     monkeypatch.undo()
     assert worst(w, dense(J, g)) <= 1e-10
 

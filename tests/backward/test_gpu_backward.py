@@ -61,7 +61,9 @@ def one_pass(mode: Mode, W: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(value.square().sum(), (W, x))
 
 
-@pytest.mark.parametrize("mode", [*PLAIN, *(Implicit(method, FIXED) for method in METHODS)], ids=name)
+@pytest.mark.parametrize(
+    "mode", [*PLAIN, *(Implicit(m, FIXED, order=k) for m in METHODS for k in (1, 2))], ids=name
+)
 def test_a_captured_pass_replays(mode: Mode) -> None:
     """There is no host sync (a capture would fail), and the replay follows new data."""
     W = contraction(16, 0.7).cuda().requires_grad_()

@@ -147,6 +147,26 @@ def test_real_networks_answer_as_they_do_and_changed_weights_are_seen(name: str)
     assert not fast(d).requires_grad
 
 
+class Moves(nn.Linear):
+    """Q moves its input to the device of its weights."""
+
+    def forward(self, d: Tensor) -> Tensor:
+        return super().forward(torch.ones_like(d, device="cpu"))
+
+
+@pytest.mark.usefixtures("device")
+def test_inputs_may_be_on_another_device() -> None:
+    """Autocast was that of the inputs' device, so that weights in bf16 met inputs in fp32: an error."""
+    net = network(lambda u, v: 0.5 * torch.tanh(u) + v, Moves(3, 3), nn.Linear(3, 2))
+    fast = banach.compile(net, bf16=True)
+    assert bool(fast.plan.bf16_weights) is bool(fast.plan.graph)
+    for _ in range(2):
+        y = fast(torch.ones(4, 3, device="meta"))
+        torch.testing.assert_close(y.float(), net(torch.ones(4, 3)), rtol=2e-2, atol=2e-2)
+        with torch.no_grad():
+            net.S.weight.mul_(2)  # the next prediction casts it again
+
+
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (64, 64), (65, 128)])
 def test_a_batch_is_filled_up_and_stays_in_channels_last(count: int, size: int) -> None:
     x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)

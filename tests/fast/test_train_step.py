@@ -1,6 +1,8 @@
 """TrainStep without a GPU: as it falls back, and what it refuses, with programs that run in place of graphs."""
 
 import copy
+import warnings
+from functools import partial
 from typing import Any
 
 import numpy
@@ -83,9 +85,11 @@ def test_tensors_without_an_address_may_be_in_the_network() -> None:
 
 
 def test_what_replays_hold_fixed() -> None:
-    """Also where an address stays, and numbers of NumPy."""
+    """Also where an address stays, numbers of NumPy, and attributes that were no number or not there before."""
     net: Any = conv_network()
     net.S[1] = torch.nn.Linear(8, 8)
+    with warnings.catch_warnings(action="ignore"):
+        net.Q = torch.jit.script(net.Q)  # whose parameters are not in a dict, which was an error
 
     def transpose() -> None:
         net.S[1].weight.data = net.S[1].weight.data.t()
@@ -93,13 +97,16 @@ def test_what_replays_hold_fixed() -> None:
     def shorten() -> None:
         net.S[1].bias.data = net.S[1].bias.data[:6]
 
-    net.R.gamma, net.R.skips = numpy.float64(0.4), True
-    for change in (
+    net.R.gamma, net.R.skips, net.R.scale = numpy.float64(0.4), True, None
+    given = [("gamma", numpy.float64(0.3)), ("skips", False), ("scale", 2.0), ("new", 1.0), ("new", torch.ones(2))]
+    changes: list[Any] = [
         transpose,
         shorten,
-        lambda: setattr(net.R, "gamma", numpy.float64(0.3)),
-        lambda: setattr(net.R, "skips", False),
-    ):
+        net.Q.eval,
+        partial(net.S.__setitem__, 0, torch.nn.Identity()),
+        *(partial(setattr, net.R, *pair) for pair in given),
+    ]
+    for change in changes:
         before = HeldFixed(net)
         assert not before.changed()
         change()
@@ -368,7 +375,7 @@ class Trained:
         self.net, _, self.d = two_networks()
         self.net.Q.requires_grad_(False)
         self.extra = torch.nn.Parameter(torch.zeros(10, dtype=torch.float64))
-        self.optimizer = torch.optim.Adam([*self.net.parameters(), self.extra], lr=0.01)
+        self.optimizer: Any = torch.optim.Adam([*self.net.parameters(), self.extra], lr=0.01)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output * self.extra.exp(), targets)
@@ -472,10 +479,30 @@ def test_extras_are_parts_of_a_step() -> None:
 
 def test_an_optimizer_whose_state_does_not_start_at_zero_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up would leave Rprop with step sizes of zero."""
-    net = network()
+    net = plain_network()
+    reference, (d, y) = copy.deepcopy(net), batch()
     step = captured(net, torch.optim.Rprop(net.parameters(), lr=0.01), monkeypatch)
     with pytest.warns(UserWarning, match="the state of Rprop does not start at zero; take its first step eagerly"):
-        step(*batch())
+        step(d, y)
+    F.cross_entropy(reference(d), y).backward()
+    torch.optim.Rprop(reference.parameters(), lr=0.01).step()
+    assert same_weights(net, reference)
+
+
+def test_such_an_optimizer_is_captured_after_its_first_step_also_if_it_has_a_weight_without_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That weight never has a state, so the advice to take the first step eagerly did not help."""
+    mine, by_hand, y = Trained(), Trained(), torch.arange(6)
+    for one in (mine, by_hand):
+        unused = torch.nn.Parameter(torch.zeros_like(one.extra))
+        one.optimizer = torch.optim.NAdam([*one.net.parameters(), one.extra, unused], lr=0.01)
+        one.step(y)
+    step = captured(mine.net, mine.optimizer, monkeypatch)
+    step.loss = mine.loss
+    for _ in range(2):
+        torch.testing.assert_close(step(mine.d, y), by_hand.step(y))
+    assert step.plan.graph
 
 
 def test_an_input_may_be_a_number() -> None:

@@ -29,6 +29,7 @@ from banach import (
 )
 from banach.fast import TrainStep, unchanged
 from banach.fast.capture import Graphs, Recording
+from banach.fast.step import Extras
 from train.parts_train import plain_network
 
 pytestmark = [
@@ -309,6 +310,61 @@ def test_settings_that_change_are_captured_again() -> None:
     assert step.reason is None
     for a, b in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def load(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def add(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    net.R.requires_grad_(True)
+    optimizer.add_param_group({"params": list(net.R.parameters()), "lr": torch.tensor(0.1)})
+
+
+def thaw(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    net.Q.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [load, add, thaw])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_changes_of_the_optimizer_are_captured_again(kind: Any, change: Any) -> None:
+    """Also with rates that are tensors on the CPU at first."""
+    if kind is torch.optim.SGD and change is thaw:
+        pytest.skip("fused SGD itself fails where some weights of a group have no momentum yet")
+    net = own_network()
+    net.Q.requires_grad_(False)
+    net.R.requires_grad_(False)
+    reference = copy.deepcopy(net)
+    options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {"capturable": True}
+    made, plain = (
+        kind([*one.Q.parameters(), *one.S.parameters()], lr=torch.tensor(0.05), fused=True, **options)
+        for one in (net, reference)
+    )
+    step = TrainStep(net, made, F.cross_entropy)
+    for k in range(6):
+        if k == 3:
+            change(net, made)
+            change(reference, plain)
+            assert step.outdated
+        assert float(step(*batch(k))) == pytest.approx(eager(reference, plain, *batch(k)), rel=1e-7)
+    assert step.reason is None
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_parts_of_a_batch_in_bf16_add_their_gradients_in_fp32() -> None:
+    found = []
+    for parts in (1, 64):
+        net, (d, y) = own_network(torch.float32), batch(0, 64)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.0)
+        step = TrainStep(net, sgd, F.cross_entropy, bf16=True, extras=Extras(accumulate=parts, clip=1e6))
+        for _ in range(3):
+            step(d.float(), y)
+        assert step.plan.bf16_weights
+        assert step.reason is None
+        assert all(p.grad.dtype == torch.float32 for p in net.parameters())
+        found.append(gradients(net))
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-2
 
 
 # A program that cannot be captured is refused, and nothing else is harmed by the attempt.

@@ -9,6 +9,28 @@ from typing import Any
 import pytest
 import torch
 
+from fast.simulated import PLAN
+
+
+def give_driver(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Let `cuda.bindings` have a driver of these functions."""
+    driver: Any = SimpleNamespace(**functions)
+    there = {"__spec__": "there"}
+    bindings: Any = SimpleNamespace(driver=driver, nvrtc=SimpleNamespace(), **there)
+    cuda: Any = SimpleNamespace(bindings=bindings, **there)
+    for name, module in {"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.driver": driver}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(("version", "lacking"), [(12030, "a driver of CUDA 12.4"), (13000, "")])
+def test_while_nodes_need_a_driver(monkeypatch: pytest.MonkeyPatch, version: int, lacking: str) -> None:
+    """Its version was asked of a function that PyTorch does not have: an AttributeError in every plan on a GPU."""
+    give_driver(monkeypatch, cuDriverGetVersion=lambda: (0, version))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "raw_cuda_graph", None, raising=False)
+    monkeypatch.setattr(PLAN, "device_runtime", lambda: "libcudadevrt.a")
+    assert PLAN.while_nodes_lack.__wrapped__() == lacking
+
 
 def test_a_loop_is_launched_on_the_device_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the current device was another one, it ran on that one's stream, which waits for nothing here."""
@@ -25,12 +47,10 @@ def test_a_loop_is_launched_on_the_device_of_its_samples(monkeypatch: pytest.Mon
         launches.append((graph, stream, *entered))
         return (0,)
 
-    bindings: Any = SimpleNamespace(driver=SimpleNamespace(cuGraphLaunch=launch), nvrtc=SimpleNamespace())
-    for name, module in {"cuda": SimpleNamespace(bindings=bindings), "cuda.bindings": bindings}.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    give_driver(monkeypatch, cuGraphLaunch=launch)
     monkeypatch.delitem(sys.modules, "banach.fast.while_node", raising=False)
     made = importlib.import_module("banach.fast.while_node")
-    monkeypatch.delitem(sys.modules, "banach.fast.while_node")
+    del sys.modules["banach.fast.while_node"]  # for good: a test on a GPU would find this driver in it
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     active = torch.ones(3, dtype=torch.bool)

@@ -134,7 +134,8 @@ class CompiledNetwork:
         fast, count = self.fast, len(d[0])
         if self.plan.graph:
             self._made_for = None  # modules may change their numbers when they are called
-        with torch.cuda.device_of(d[0]), torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        w = next(self.net.parameters(), d[0])  # d may be on another device: Q may move it
+        with torch.cuda.device_of(w), torch.autocast(w.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             fast.bf16.refresh()
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
@@ -150,7 +151,8 @@ class CompiledNetwork:
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
-        with torch.cuda.device_of(d[0]), torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        w = next(self.net.parameters(), d[0])  # d may be on another device: Q may move it
+        with torch.cuda.device_of(w), torch.autocast(w.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             self.fast.bf16.refresh()
             v = _check_rows("Q(d)", self.fast.Q(*d), len(d[0]))
             _check_rows("Q(d) of one sample", self.fast.Q(*(one[:1] for one in d)), 1)

@@ -207,7 +207,7 @@ def while_nodes_lack() -> str:
         return "PyTorch 2.8"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "cuda.bindings (pip install cuda-bindings)"
-    if torch._C._cuda_getDriverVersion() < 12040:  # type: ignore[attr-defined]
+    if importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1] < 12040:  # PyTorch does not say it
         return "a driver of CUDA 12.4"
     return "" if device_runtime() else "libcudadevrt.a (pip install nvidia-cuda-runtime)"
 

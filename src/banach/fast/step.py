@@ -159,9 +159,8 @@ class TrainStep:
     @property
     def outdated(self) -> bool:
         """Network or optimizer have changed since a captured step was planned, which replays do not see."""
-        if not self.plan.graph or self._held is None:
-            return False
-        return self._held[0].changed() or self._held[1] != self._memory()
+        held = self._held if self.plan.graph else None
+        return held is not None and (held[0].changed() or held[1] != self._memory())
 
     @property
     def prepared(self) -> bool:
@@ -268,19 +267,22 @@ class TrainStep:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Undo the steps in the block, of a loss's weights too; new optimizer state becomes that of no step."""
-        optimizer, weights = self.optimizer, self._weights()
-        fresh = any(p.requires_grad and p not in optimizer.state for p in weights)
+        optimizer, state, had = self.optimizer, self.optimizer.state, {*self.optimizer.state}
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
-        if fresh and (dampened or not isinstance(optimizer, _START_AT_ZERO)):
-            name = type(optimizer).__name__
-            raise RuntimeError(f"the state of {name} does not start at zero; take its first step eagerly")
-        known = {*weights, *self.net.parameters(), *self.net.buffers(), *self._state()}
+        at_zero = isinstance(optimizer, _START_AT_ZERO) and not dampened
+        known = {*self._weights(), *self.net.parameters(), *self.net.buffers(), *self._state()}
         try:
             with unchanged({*known, *self.feed.changing()}):
                 yield
         finally:
-            for value in {*self._state()} - known:
+            new = {*self._state()} - known
+            for value in new:
                 value.zero_()
+            for p in () if at_zero else {*state} - had:
+                del state[p]
+        if new and not at_zero:
+            name = type(optimizer).__name__
+            raise RuntimeError(f"the state of {name} does not start at zero; take its first step eagerly")
 
     def _weights(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
