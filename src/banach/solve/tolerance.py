@@ -60,7 +60,7 @@ class Tolerance:
 
     Args:
         atol: absolute tolerance.
-        rtol: tolerance relative to the norm of T(z). (It is 0 of float32 latents below 1e-20: rescale them.)
+        rtol: tolerance relative to the norm of T(z). Rescale float32 latents below 1e-20: their norm is 0.
         max_steps: evaluations of T at most; 0 evaluates nothing.
         norm: `RMS()`, `Euclidean()` or `WorstPixel()`.
         check_every: steps between two host checks that end the loop once all samples are done. 0: no check, so
