@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from backward.contracts_backward import EXACT, attach, error, gradient, name
 from backward.maps_backward import Case, all_cases, layer, nested, scalar
-from banach import JFB, Implicit, Mode, Neumann, Picard, Tolerance
+from banach import JFB, Implicit, Mode, Neumann, Picard, Tolerance, fixed_point
 from problems import normal
 
 CASES = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
@@ -201,3 +201,14 @@ def test_with_order_2_a_diverging_adjoint_is_no_worse_than_g_either() -> None:
     mode = Implicit(Picard(), Tolerance(atol=0, rtol=1e-8, max_steps=9), order=2)
     (w,) = torch.autograd.grad(mode.attach(lambda z, x: z @ J.T + x, torch.zeros_like(g), (x,)), x, g)
     assert torch.linalg.vector_norm(g - w + w @ J) <= torch.linalg.vector_norm(g @ J)
+
+
+@pytest.mark.parametrize("mode", EXACT, ids=name)
+def test_a_fixed_number_of_steps_needs_no_data_at_any_order(mode: Implicit) -> None:
+    """On the meta device a look at a value raises. Order 2 looked at a residual, so a capture of it failed."""
+    fixed = Tolerance(atol=0, rtol=1e-6, max_steps=4, check_every=0)
+    twice = Implicit(mode.method, fixed, order=2)
+    a, z0 = torch.ones(3, device="meta", requires_grad=True), torch.zeros(2, 3, device="meta")
+    z = fixed_point(lambda z: torch.tanh(a * z), z0, tolerance=fixed, backward=twice)
+    (slope,) = torch.autograd.grad(z.square().sum(), a, create_graph=True)
+    assert torch.autograd.grad(slope.sum(), a)[0].shape == a.shape

@@ -104,6 +104,8 @@ def test_a_map_that_detaches_its_latent_was_said_to_contract(recwarn: pytest.War
     z = normal(4, 3)
     for constant in (lambda z: torch.ones_like(z), lambda z: torch.relu(z - 9)):
         assert not contraction_factor(constant, z).any()
+    for flat_at_zero in (torch.relu, torch.square):
+        assert not contraction_factor(flat_at_zero, 0 * z).any()
     assert not len(recwarn)
     with pytest.warns(AdjointWarning, match="T must not detach z"):
         contraction_factor(detached, z)

@@ -85,8 +85,8 @@ class Problem:
         method = self.mode.method
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
-        start = None if self.zero or axes.levels else equation.start  # None: unknown, or not worth a host sync
-        if start is not None and not start.any() and right.any() and jacobian.is_cut(self.eps, right):
+        start = None if self.zero or axes.levels else equation.start  # to look at it syncs with the host
+        if start is not None and not start.any() and right.any() and jacobian.is_cut(self.eps, equation.g):
             warn_user(CUT, AdjointWarning)
         if equation.every or self.mode.report is not None:
             self._report(equation, w, finite)

@@ -70,11 +70,13 @@ class Jacobian:
         return self._to_rows(self._pushed(self._to_nest(v)), "J")
 
     def is_cut(self, eps: float, g: Tensor | None = None) -> bool:
-        """Does f change with x, where g is not zero? Asked where products with J, or J' g, are zero."""
+        """Does f change with x where g is not zero, but not by its derivative? Asked where J or J' g is zero."""
         rows, before = self.space.rows(self._x), self.space.rows(self.value)
         moved = rows + eps**0.5 * rows.abs().amax(1, keepdim=True).clamp(min=1)
-        after = self.space.rows(self._f(self.space.nest(moved)))
-        return differ(before, after if g is None else torch.where(g == 0, before, after), self.space)
+        there = Jacobian(self._f, self.space.nest(moved), self.space)  # where relu and z^2, flat at 0, are not
+        g = torch.ones_like(before) if g is None else g
+        after = torch.where(g == 0, before, self.space.rows(there.value))
+        return differ(before, after, self.space) and not there.transposed(g).any()
 
     def _to_nest(self, rows: Tensor) -> Latent:
         self.products += self.space.batch * self.axes.count
