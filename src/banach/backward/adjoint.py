@@ -239,8 +239,8 @@ class Adjoint:
         return self.fallback if bool(self._worse(w, self.start).any()) else w
 
     def _worse(self, w: Tensor, start: Tensor) -> Tensor:
-        """(samples,): is w worse than the fallback, whose residual is `start`, by more than rounding?"""
-        return _length(self.residual(w)) > start * (1 + 10 * self.eps)
+        """(samples,): is w worse than the fallback, whose residual is `start`, by more than the rounding at g?"""
+        return _length(self.residual(w)) > start + 10 * self.eps * (start + _length(self.g))
 
     def size(self, rows: Tensor) -> Tensor:
         """(samples,): the norm of the tolerance."""
