@@ -119,6 +119,20 @@ def nested(batch: int = 3) -> Case:
     return case("nested", build, (contraction(7, 0.5)[:6], normal(batch, 6, seed=26)), z0)
 
 
+def curvature(batch: int = 2, n: int = 2) -> Case:
+    """T holds a Hessian by torch.func: a transform of its own, in which another one is."""
+
+    def build(b: Tensor, x: Tensor) -> Any:
+        def energy(z: Tensor) -> Tensor:
+            return torch.cos(z + b).sum() ** 2
+
+        hessian = torch.func.vmap(torch.func.jacrev(torch.func.grad(energy)))
+        return lambda z, x: 0.1 * hessian(z).sin().sum(2) + x, (x,)
+
+    theta = normal(n, seed=30), normal(batch, n, seed=31)
+    return case("curvature", build, theta, torch.zeros(batch, n, dtype=torch.float64))
+
+
 def batch_norm(batch: int = 4, n: int = 3) -> Case:
     """Train-mode batch norm: every sample depends on every other."""
 

@@ -207,6 +207,17 @@ def test_a_diverged_adjoint_was_minus_2_7e87() -> None:
 
 
 @every
+@pytest.mark.parametrize(("dtype", "tiny"), [(torch.float32, 1e-8), (torch.float64, -1e-17)])
+def test_a_sample_whose_J_is_below_rounding_leaves_the_others_exact(
+    method: Any, dtype: torch.dtype, tiny: float
+) -> None:
+    """Picard, Anderson and Broyden gave all samples w = g, 0.1 of the gradient, and blamed contraction."""
+    J = torch.tensor([0.9, tiny, 0.9], dtype=dtype)[:, None, None] * torch.eye(4, dtype=dtype)
+    w = solve_adjoint(method, J, torch.ones(3, 4, dtype=dtype), Reports(), rtol=1e-5, max_steps=400)
+    torch.testing.assert_close(w[:, 0], 1 / (1 - J[:, 0, 0]), rtol=1e-4, atol=0)
+
+
+@every
 def test_a_forgotten_coupled_is_named(method: Any) -> None:
     """A 1-d latent is ten samples; the gradient was -2.8e5 for 88, and the warning blamed contraction."""
     A, b = contraction(10, 0.95), normal(10, seed=129)

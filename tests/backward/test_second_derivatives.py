@@ -9,7 +9,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp
 from torch.nn.functional import scaled_dot_product_attention
 
 from backward.contracts_backward import EXACT, attach, error, gradient, name
-from backward.maps_backward import Case, all_cases, layer, nested, scalar
+from backward.maps_backward import Case, all_cases, curvature, layer, nested, scalar
 from banach import JFB, Implicit, Mode, Neumann, Picard, Tolerance, fixed_point
 from problems import normal
 
@@ -138,7 +138,7 @@ def test_of_implicit_with_order_2_through_torchs_attention() -> None:
 
 
 @pytest.mark.parametrize("way", PRODUCTS)
-@pytest.mark.parametrize("case", [layer(2, 3), nested(1), scalar()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [layer(2, 3), nested(1), scalar(), curvature()], ids=lambda case: case.name)
 def test_of_implicit_in_every_mixture_of_modes(case: Case, way: str) -> None:
     for mode in (SECOND[0], SECOND[3]):  # NormalCG and Picard
         check(ours(mode, case), loop(case), case, 1e-9, way)

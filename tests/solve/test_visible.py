@@ -283,6 +283,10 @@ def test_advice_knows_what_was_tried() -> None:
     away = solve(lambda z: 1.5 * z.roll(1, 1) + torch.eye(16)[:1], torch.zeros(1, 16), Anderson(3))
     assert away.diverged.all()
     assert "Picard(damping=0.5)" in away.summary()
+    for solver in (Anderson(), Broyden()):  # z0 is a flat place, where a secant step is far too long
+        flat = solve(lambda z: z + 0.2 * (2 - z**3), torch.zeros(1, 1), solver)
+        assert flat.nonfinite.all()
+        assert "Picard(damping=0.5)" in flat.summary()
     assert all("Anderson" not in status.value for status in Status)
     assert all("try" not in status.value for status in Status)
 

@@ -1,12 +1,13 @@
 """The linear problem of `Implicit` at z*: (I - J') w = g by the chosen method, safeguarded and reported."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -120,23 +121,23 @@ class Problem:
 
     def _report(self, equation: "Adjoint", w: Tensor, finite: Tensor) -> None:
         """Report how the equation was solved, and warn where that is short of the tolerance."""
-        ends = list(zip(to_numpy(finite).tolist(), equation.ends(w), strict=True))
+        ends, sound = equation.ends(w), to_numpy(finite)
         if self.mode.report is not None:
             space = self.space
-            status = tuple(end if sound else Status.NONFINITE for sound, end in ends)
+            status = tuple(_ENDS[end] for end in np.where(sound, ends, _ENDS.index(Status.NONFINITE)))
             true = torch.where(finite, equation.size(equation.residual(w)) * equation.unit, torch.nan)
             if space.coupled:
                 status = tuple(end for end in status for _ in range(space.batch))
                 true = true.repeat_interleave(space.batch)
             self.mode.report(equation.jacobian.products, true, status)
-        missed = [end for sound, end in ends if sound and end is not Status.CONVERGED]
+        missed = {_ENDS[end] for end in np.unique(ends[sound])} - {Status.CONVERGED}
         if missed and self.mode.checked:
             text = f"the adjoint equation missed its tolerance: {self._advice(missed, equation)}"
             warn_user(text, AdjointWarning)
 
-    def _advice(self, missed: Sequence[Status], equation: "Adjoint") -> str:
+    def _advice(self, missed: set[Status], equation: "Adjoint") -> str:
         """Constant for every cause, so that Python shows each warning once."""
-        if set(missed) == {Status.STALLED}:
+        if missed == {Status.STALLED}:
             return "the rounding of T allows no better, so loosen rtol of `Implicit` or use a higher precision"
         single = self.space.coupled or equation.jacobian.axes.levels  # what vmap maps over cannot be looked at
         # Under autocast the value of T may be of a shorter type than z*, which the probe takes there only.
@@ -239,8 +240,8 @@ class Adjoint:
         return self.fallback if bool(self._worse(w, self.start).any()) else w
 
     def _worse(self, w: Tensor, start: Tensor) -> Tensor:
-        """(samples,): is w worse than the fallback, whose residual is `start`, by more than rounding?"""
-        return _length(self.residual(w)) > start * (1 + 10 * self.eps)
+        """(samples,): is w worse than the fallback, whose residual is `start`, by more than the rounding at g?"""
+        return _length(self.residual(w)) > start + 10 * self.eps * (start + _length(self.g))
 
     def size(self, rows: Tensor) -> Tensor:
         """(samples,): the norm of the tolerance."""
@@ -255,12 +256,12 @@ class Adjoint:
         """Return True if no row is active any more. Syncs with the host, at checks only."""
         return bool(self.every) and step % self.every == 0 and not bool(active.any())
 
-    def ends(self, w: Tensor) -> tuple[Status, ...]:
-        """How every row ended, by its true residual. Syncs with the host."""
+    def ends(self, w: Tensor) -> np.ndarray:
+        """How every row ended, by its true residual, as an index of _ENDS. Syncs with the host."""
         size = self.size(self.residual(w))
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()
-        return tuple(_ENDS[i] for i in to_numpy(torch.where(size < torch.inf, code, 3)))
+        return to_numpy(torch.where(size < torch.inf, code, _ENDS.index(Status.NONFINITE)))
 
 
 def units(cotangent: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, autograd
 from torch._functorch import eager_transforms
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -65,6 +65,8 @@ def _wrappers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 _ENDED = -2  # torch's number for a transform that has ended
+# What the pullback of a vjp inside T asks of values that T itself made, whose transform has ended too.
+_PULLBACK = (autograd.grad, cast(Any, Tensor).requires_grad.__get__)
 
 
 @contextmanager
@@ -101,8 +103,8 @@ class Present(TorchFunctionMode):
         return seeing if self.needed else T
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Tensor, self.see, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        seen, kwargs = tree_map_only(Tensor, self.see, (args, kwargs or {}))
+        return func(*(args if func in _PULLBACK else seen), **kwargs)
 
     def see(self, tensor: Tensor) -> Tensor:
         return unwrap_derivatives(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)

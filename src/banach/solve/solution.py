@@ -137,7 +137,8 @@ class Solution:
         if counts[Status.STALLED]:
             advice.append("a larger tolerance or a higher precision (TF32 and bfloat16 cannot meet 1e-4)")
         if counts[Status.NONFINITE]:
-            advice.append("check the data for NaN and its size, and that T contracts (banach.contraction_factor)")
+            check = "check the data for NaN and its size, and that T contracts (banach.contraction_factor)"
+            advice.append(check + _other_solver(self.solver, diverged=True))
         return advice
 
 
