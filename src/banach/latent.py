@@ -250,7 +250,7 @@ def _space(
         last=(last,),
         dtype=torch.float32 if autocast and dtype in _SHORT else dtype,
         device=device,
-        coupled=coupled or not shape,
+        coupled=coupled or len(shape) == 0,
         autocast=autocast,
     )
 

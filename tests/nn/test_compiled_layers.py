@@ -73,19 +73,20 @@ def test_a_compiled_r_in_an_eager_loop_settles_on_its_graphs() -> None:
 class Longer(nn.Module):
     """R on sequences, with a layer that is called at two places: the second drops whole features."""
 
-    def __init__(self) -> None:
+    def __init__(self, p: float) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.linear, self.drop = nn.Linear(6, 6).double(), Dropout(0.4)
+        self.linear, self.drop = nn.Linear(6, 6).double(), Dropout(p)
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return 0.3 * torch.tanh(self.drop(self.linear(u))) + v * self.drop(torch.ones_like(u[:, :1]))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-def test_a_compiled_r_that_drops_takes_sequences_of_every_length() -> None:
-    """Code was made for every length, and from the eighth piece on R ran eagerly."""
-    net = network(Longer(), tolerance=FIXED)
+@pytest.mark.parametrize(("mode", "p"), [(JFB(), 0.4), (Unroll(2, checkpoint=True), 0.0)])
+def test_a_compiled_r_that_drops_takes_sequences_of_every_length(mode: Mode, p: float) -> None:
+    """Code was made for every length, and from the eighth piece on R ran eagerly: in a checkpoint an error."""
+    net = network(Longer(p), tolerance=FIXED, backward=mode)
     eager, graphs = copy.deepcopy(net), []
     net.R.compile(fullgraph=True, backend="aot_eager")
     for length in (9, 8, 7, 6, 5, 10):

@@ -48,6 +48,16 @@ def test_a_pass_at_fixed_depth_is_one_graph(
     torch.testing.assert_close(gradients(net, traced.square().sum()), gradients(net, eager.square().sum()))
 
 
+@pytest.mark.parametrize(("solver", "dynamic"), [(Picard(), None), (Anderson(memory=2), True)])
+def test_one_graph_serves_batches_of_another_size(solver: banach.Solver, dynamic: bool | None) -> None:
+    """With fullgraph the second size, or the first with dynamic=True, raised torch._dynamo's Unsupported."""
+    net = banach.ImplicitNetwork(torch.nn.Identity(), lambda u, v: torch.tanh(u / 2 + v), torch.nn.Identity())
+    net.tolerance, net.solver = Tolerance(max_steps=2, check_every=0), solver
+    compiled = torch.compile(net, fullgraph=True, dynamic=dynamic, backend="eager")
+    for batch in (3, 5):
+        torch.testing.assert_close(compiled(d := torch.randn(batch, 4)), net(d))
+
+
 def test_a_compiled_pass_that_does_not_converge_warns_of_that_alone() -> None:
     """Dynamo traced the search for the user's line, and warned that it cannot trace `sys._getframe`."""
     net = conv_network(batch_norm=False)

@@ -170,14 +170,14 @@ class Remembered:
 
 def pass_of(layer: Any) -> Pass | None:
     """Return the pass that holds the layer's mask; None outside a pass, and where the layer does not drop."""
+    if not layer.training or layer.p == 0:  # before the pass is read: Dynamo would compile for pass and no pass
+        return None
     now, compiling = _running(), torch.compiler.is_compiling()
     if now is None or now.masks is None:
-        was_inside = not compiling and draws_masks(layer) and layer in _inside
+        was_inside = not compiling and layer in _inside
         if was_inside and torch._C._current_graph_task_id() != -1:  # the backward pass is running
             lost = "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask"
             raise RuntimeError(f"{lost}: use Unroll(checkpoint=True) instead")
-        return None
-    if not layer.training or layer.p == 0:
         return None
     if not compiling:
         _inside.add(layer)

@@ -75,7 +75,7 @@ class Anderson:
         One comparison for all safeguards, in units of bound; NaN and infinity, from a singular history, fail it.
         """
         size, unit = torch.linalg.vector_norm(c, dim=(1, 2)), self.bound
-        if math.isinf(unit):
+        if unit == math.inf:
             size, unit = size.mul_(0.0), 1.0  # of any finite size nothing is left, of NaN and infinity NaN
         doubt = torch.addcdiv(size, at.residual, at.least, value=unit / self.growth)
         doubt.sub_(at.least_at, alpha=unit / self.patience)
