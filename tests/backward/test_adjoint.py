@@ -1,5 +1,6 @@
 """The linear solvers of Implicit: hard systems against dense solves, and a w that is never worse than g."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,6 +222,8 @@ def test_a_forgotten_coupled_is_named(method: Any) -> None:
         found = gradient(mode, coupled=False)
     assert abs(found) <= 10 * abs(exact)
     assert gradient(Implicit(GMRES()), coupled=True) == pytest.approx(exact, rel=1e-6)
+    with pytest.warns(AdjointWarning, match="missed its tolerance: (?!T mixes)"):
+        gradient(replace(mode, tolerance=Tolerance(atol=0, max_steps=1)), coupled=True)
 
 
 def test_default_tolerance_follows_the_type_of_the_computation() -> None:

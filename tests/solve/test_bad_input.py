@@ -62,6 +62,8 @@ OBJECTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (Anderson, {"memory": 0}, ValueError, "memory must be a whole number, at least 1, got 0"),
     (Anderson, {"bound": 0.5}, ValueError, "bound must be above 1, got 0.5"),
     (Anderson, {"growth": math.nan}, ValueError, "growth must be above 1, got nan"),
+    (Broyden, {"memory": 0}, ValueError, "memory must be a whole number, at least 1, got 0"),
+    (Broyden, {"growth": 1}, ValueError, "growth must be above 1, got 1"),
     (Broyden, {"patience": 2.5}, ValueError, "patience must be a whole number, at least 1, got 2.5"),
 ]
 

@@ -58,6 +58,10 @@ def test_a_forgotten_coupled_returned_a_wrong_answer_marked_converged(every: int
     z, found = fixed_point(shift, z0, tolerance=tolerance, coupled=True, solution=True)
     assert torch.equal(z, torch.ones(10))
     assert found.fault is None
+    few = Tolerance(max_steps=3, check_every=every)
+    (text,), found = caught(shift, z0, tolerance=few, solver=Anderson(), coupled=True)
+    assert found.fault is None, "advice to pass what was passed"
+    assert "mixes" not in text
 
 
 def steps_twice(z: Tensor) -> Tensor:
