@@ -133,6 +133,9 @@ def test_a_sample_that_rises_on_its_own_stays_converged() -> None:
     assert found.converged.all()
     assert (found.fault, texts) == (None, [])
     assert len(calls) == int(found.steps.max()) + 1, "a steady residual needs no probe; attach evaluates once"
+    cut = solve(T, torch.zeros(3, 1), inputs=(slow,), tolerance=tolerance, compact=True)
+    assert cut.converged.all()
+    assert cut.fault is None
 
 
 @pytest.mark.parametrize("every", [None, 1])
@@ -192,6 +195,15 @@ def test_what_the_probe_after_a_solve_finds_is_in_the_solution() -> None:
         assert one.fault.value in text
         assert one.summary().endswith(f"try: {one.fault.value}")
         assert len(one.status) == 4
+
+    class Slotted:  # cannot be referenced weakly, so it is probed every time
+        __slots__ = ()
+
+        def __call__(self, z: Tensor) -> Tensor:
+            return 0.5 * z + 1
+
+    (text,), _ = caught(Slotted(), torch.zeros(4, 2), solver=Anderson(), tolerance=Tolerance(max_steps=1))
+    assert "stopped at max_steps" in text
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
