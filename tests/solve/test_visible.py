@@ -223,6 +223,8 @@ def test_the_probe_of_a_nest_and_of_nonfinite_values() -> None:
     assert not mixes_samples(lambda u: {"a": u["a"] / 2, "b": u["b"].cos()}, nest)
     assert mixes_samples(lambda u: {"a": u["a"] / 2 + u["b"].sum(), "b": u["b"]}, nest)
     assert not mixes_samples(lambda z: z / 0, torch.zeros(4, 2))
+    z = torch.zeros(4, 2, dtype=torch.float64)
+    assert not mixes_samples(lambda z: -2 + 1e-15 * z.sum(0) + 0 * z, z), "rounding of negative values"
 
 
 @every
