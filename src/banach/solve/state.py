@@ -151,16 +151,18 @@ class State:
     def take(self, chosen: np.ndarray) -> "State":
         """Return the samples with these indices as a separate state."""
         index = on_device(chosen, self.z)
+        here: Any = chosen if self.on_host else index
         z, best_z, *memory = (part.index_select(0, index) for part in (self.z, self.best_z, *self.memory))
-        return State(z, best_z, self.active[chosen], self.stats[:, :, chosen], tuple(memory))
+        return State(z, best_z, self.active[here], self.stats[:, :, here], tuple(memory))
 
     def put(self, chosen: np.ndarray, part: "State") -> None:
         """Write the samples of `part` back to these indices. The solver's memory is not needed again."""
         index = on_device(chosen, self.z)
+        here: Any = chosen if self.on_host else index
         self.z = self.z.index_copy(0, index, part.z)  # new tensors: `on_step` may have kept the old ones
         self.best_z = self.best_z.index_copy(0, index, part.best_z)
-        self.active[chosen] = part.active
-        self.stats[:, :, chosen] = part.stats
+        self.active[here] = part.active
+        self.stats[:, :, here] = part.stats
 
     def to_carry(self) -> tuple[Tensor, ...]:
         """Return the tensors that `carried` makes this state of; their first axis is the sample."""
