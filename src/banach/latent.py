@@ -26,8 +26,6 @@ def leaves(nest: Latent, what: str = "a latent") -> list[Tensor]:
     """Return the tensors of a nest, dictionaries in the order of their own keys."""
     if isinstance(nest, Tensor):
         return [nest]
-    if type(nest) is tuple and len(nest) == 1 and isinstance(nest[0], Tensor):  # the inputs of most networks
-        return [nest[0]]
     if isinstance(nest, dict):
         return [leaf for part in nest.values() for leaf in leaves(part, what)]
     if isinstance(nest, (tuple, list)):

@@ -43,7 +43,7 @@ def test_jfb_against_a_recorded_loop(norm: bool) -> None:
     def loss(y: Tensor) -> Tensor:
         return y.square().sum() + y[:, 0].sum()
 
-    with unchanged(net):
+    with unchanged(net), torch.set_grad_enabled(norm):
         found = descent_check(net, DATA, loss)
     cheap, exact = unrolled(net, DATA, loss, 1), unrolled(net, DATA, loss, 300)
     assert (found.cosine, found.ratio) == pytest.approx(compare(cheap, exact), rel=1e-8)

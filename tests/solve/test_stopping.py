@@ -24,6 +24,7 @@ NEST = {"image": IMAGE, "vector": VECTOR, "number": NUMBER}
         (RMS(), IMAGE, IMAGE.square().mean((1, 2, 3)).sqrt()),
         (Euclidean(), IMAGE, IMAGE.square().sum((1, 2, 3)).sqrt()),
         (WorstPixel(), IMAGE, PIXEL),
+        (WorstPixel(), VECTOR, VECTOR.square().sum(1).sqrt()),
         (RMS(), NEST, FLAT.square().mean(1).sqrt()),
         (Euclidean(), NEST, FLAT.square().sum(1).sqrt()),
         (WorstPixel(), NEST, torch.stack([PIXEL, VECTOR.square().sum(1).sqrt(), NUMBER.abs()]).amax(0)),

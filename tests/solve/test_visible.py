@@ -58,6 +58,10 @@ def test_a_forgotten_coupled_returned_a_wrong_answer_marked_converged(every: int
     z, found = fixed_point(shift, z0, tolerance=tolerance, coupled=True, solution=True)
     assert torch.equal(z, torch.ones(10))
     assert found.fault is None
+    few = Tolerance(max_steps=3, check_every=every)
+    (text,), found = caught(shift, z0, tolerance=few, solver=Anderson(), coupled=True)
+    assert found.fault is None, "advice to pass what was passed"
+    assert "mixes" not in text
 
 
 def steps_twice(z: Tensor) -> Tensor:
@@ -129,6 +133,9 @@ def test_a_sample_that_rises_on_its_own_stays_converged() -> None:
     assert found.converged.all()
     assert (found.fault, texts) == (None, [])
     assert len(calls) == int(found.steps.max()) + 1, "a steady residual needs no probe; attach evaluates once"
+    cut = solve(T, torch.zeros(3, 1), inputs=(slow,), tolerance=tolerance, compact=True)
+    assert cut.converged.all()
+    assert cut.fault is None
 
 
 @pytest.mark.parametrize("every", [None, 1])
@@ -189,6 +196,15 @@ def test_what_the_probe_after_a_solve_finds_is_in_the_solution() -> None:
         assert one.summary().endswith(f"try: {one.fault.value}")
         assert len(one.status) == 4
 
+    class Slotted:  # cannot be referenced weakly, so it is probed every time
+        __slots__ = ()
+
+        def __call__(self, z: Tensor) -> Tensor:
+            return 0.5 * z + 1
+
+    (text,), _ = caught(Slotted(), torch.zeros(4, 2), solver=Anderson(), tolerance=Tolerance(max_steps=1))
+    assert "stopped at max_steps" in text
+
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_the_probe(rows: int) -> None:
@@ -207,6 +223,8 @@ def test_the_probe_of_a_nest_and_of_nonfinite_values() -> None:
     assert not mixes_samples(lambda u: {"a": u["a"] / 2, "b": u["b"].cos()}, nest)
     assert mixes_samples(lambda u: {"a": u["a"] / 2 + u["b"].sum(), "b": u["b"]}, nest)
     assert not mixes_samples(lambda z: z / 0, torch.zeros(4, 2))
+    z = torch.zeros(4, 2, dtype=torch.float64)
+    assert not mixes_samples(lambda z: -2 + 1e-15 * z.sum(0) + 0 * z, z), "rounding of negative values"
 
 
 @every

@@ -60,8 +60,7 @@ class Problem:
         autocast, no_tangents = without_autocast(self.space.device), _set_fwd_grad_enabled(False)
         with torch.no_grad(), no_tangents, autocast, present(leaves(self.z_star)) as now:
             axes = Axes.of((*g, *parts))
-            given = [part.detach().to(self.space.dtype) for part in g]
-            rows = self.space.rows(rebuild(self.z_star, given), "the cotangent")
+            rows = self.space.rows(rebuild(self.z_star, map(Tensor.detach, g)), "the cotangent")
             z_star, value = (map_leaves(now.see, nest) for nest in (self.z_star, self.value))
             here = replace(self, T=now.seen_by(self.T), z_star=z_star, value=value)
             w = axes.mapped(here._rows(axes.plain(rows), axes, tangent))

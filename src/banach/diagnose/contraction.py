@@ -216,8 +216,7 @@ def _rate(held: NetworkMap, space: Space, norm: Norm, steps: int) -> Tensor:
     seen: dict[str, Any] = {"inputs": held.inputs, "coupled": held.coupled, "record": True, "on_step": note}
     found = solve(held.T, held.z0, Picard(), tolerance=tolerance, **seen)
     assert found.trace is not None
-    # A size that overflows tells of no rounding.
-    known = [size.nan_to_num(posinf=0.0) for size in sizes[: len(found.trace)]]
+    known = sizes[: len(found.trace)]
     floor = 8 * rounding(space) * torch.stack(known) if known else None
     return observed_rate(found.trace, found.steps, floor=floor)
 

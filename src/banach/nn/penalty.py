@@ -146,7 +146,6 @@ def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled
     Returns:
         (batch,): one value per sample. Coupled samples share one value. Add `weight * penalty.mean()` to a loss.
     """
-    z = detach(z)
     space = Space.of(z, coupled=coupled)
     with plain_attention():
         value, pull = plain_vjp(lambda x: typed(T(x, *inputs), space), z)

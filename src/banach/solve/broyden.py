@@ -55,7 +55,7 @@ class Broyden:
         length = torch.linalg.vector_norm(dz, dim=1)
         size = length * torch.maximum(length, torch.linalg.vector_norm(hdr, dim=1))
         sound = denominator.abs() > 1e3 * torch.finfo(dz.dtype).eps * size
-        left = (dz - hdr) / torch.where(sound, denominator, 1.0)[:, None]
+        left = (dz - hdr) / denominator[:, None]
         right = _inverse(V, U, dz)
         U[:, slot] = torch.where(sound[:, None], left, 0.0)
         V[:, slot] = torch.where(sound[:, None], right, 0.0)
