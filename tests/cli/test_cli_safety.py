@@ -1,6 +1,7 @@
 """`banach` when training diverges, signals arrive, files are damaged or the disk is full: nothing is lost."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -160,6 +161,17 @@ def test_a_full_disk_is_no_reason_to_resume_a_finished_run(
 
     monkeypatch.setattr(os, "fsync", full)
     refused(command, capsys, "No space left on device; free some space and run it again (train: with --resume")
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the command with "'ascii' codec can't encode", and left a run that had not begun."""
+    name = "\u6f22\udce9"  # the second is a byte that is not UTF-8
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    monkeypatch.setattr(sys, "argv", ["banach", *SMALL, "--epochs", "1", "--out", name])
+    assert entry.main() == 0
+    sys.stdout.seek(0)
+    assert r"run: \u6f22\udce9" in sys.stdout.read()
 
 
 def test_a_closed_pipe_of_warnings_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
