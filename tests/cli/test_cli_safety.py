@@ -23,6 +23,7 @@ from cli.conftest import SMALL, refused
 from cli.test_cli_train import same
 
 pytestmark = pytest.mark.filterwarnings("always")  # the command line prints warnings
+FULL = Path("/dev/full")
 EXPLODES = ["--epochs", "4", "--optimizer", "sgd", "--lr", "0.05", "--schedule", "steps:2:1e20", "--out", "run"]
 
 
@@ -174,11 +175,14 @@ def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -
     assert r"run: \u6f22\udce9" in sys.stdout.read()
 
 
-def test_a_closed_pipe_of_warnings_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`banach train 2>&1 | head -1` died of its first warning, before the first checkpoint."""
+@pytest.mark.parametrize(
+    "full", [False, pytest.param(True, marks=pytest.mark.skipif(not FULL.exists(), reason="none"))]
+)
+def test_a_closed_pipe_of_warnings_does_not_stop_the_run(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`banach train 2>&1 | head -1` died of its first warning, before the first checkpoint; so did a full disk."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as closed:
+    with open(FULL if full else writer, "w") as closed:
         monkeypatch.setattr(sys, "stderr", closed)
         assert main([*SMALL, "--epochs", "1", "--max-steps", "1", "--out", "run"]) == 0
     assert Path("run/test.json").exists()
