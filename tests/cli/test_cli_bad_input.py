@@ -22,7 +22,7 @@ from cli.conftest import refused
         (["train", "--data", "nowhere.npz"], "nowhere.npz cannot be read (No such file or directory)"),
         (["train", "--data", "folder:nowhere"], "nowhere is not a folder"),
         (["train", "--data", "no_such_module:mine"], "add --import no_such_module"),
-        (["models", "--import", "no_such_module"], "the module 'no_such_module' cannot be imported"),
+        (["models", "--import", "no_such.py"], "install it, or go to its folder; names have no .py"),
         (["train", "--modle", "digits"], "--model"),
         (["train", "--data", "mnits"], "did you mean 'mnist'"),
         (["train", "--model", "digts"], "did you mean 'digits'"),
@@ -70,6 +70,9 @@ def test_hostile_settings_files(content: str, capsys: Any) -> None:
 def test_bad_options_of_other_commands(run: Path, capsys: Any) -> None:
     refused(["evaluate", "run", "--split", "tset"], capsys, "tset")
     refused(["evaluate", "run", "--eps", "tiny"], capsys, "eps must be a number", "got 'tiny'")
+    refused(["evaluate", "run", "--solver", ""], capsys, "solver must be a name, or left out, got ''")
+    for size in ("0", "-3", "many"):  # all images at once, or a traceback
+        refused(["evaluate", "run", "--batch-size", size], capsys, "batch_size must be a whole number, at least 1")
     refused(["diagnose", "run", "--samples", "181"], capsys, "samples must be a whole number, at least 2 and at")
 
 

@@ -102,3 +102,13 @@ def test_refusals(run: Path, capsys: Any) -> None:
         assert capsys.readouterr() == ("", f"banach: {said}\n")
     assert main(["predict", "run", good]) == 0
     assert good in capsys.readouterr().out
+
+
+def test_two_classes(capsys: Any) -> None:
+    """The default of three classes was refused: "got 3", though no --top was given."""
+    np.savez("two.npz", images=np.stack([grey()] * 40), labels=np.arange(40) % 2)
+    command = ["train", "--data", "two.npz", "--model", "digits", *SMALL[3:], "--epochs", "0"]
+    assert main([*command, "--out", "r"]) == 0
+    assert main(["predict", "r", str(written(grey()))]) == 0
+    assert "class" in capsys.readouterr().out
+    refused(["predict", "r", "image.png", "--top", "3"], capsys, "at most 2, got 3")

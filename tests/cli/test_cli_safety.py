@@ -1,6 +1,7 @@
 """`banach` when training diverges, signals arrive, files are damaged or the disk is full: nothing is lost."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from cli.conftest import SMALL, refused
 from cli.test_cli_train import same
 
 pytestmark = pytest.mark.filterwarnings("always")  # the command line prints warnings
+FULL = Path("/dev/full")
 EXPLODES = ["--epochs", "4", "--optimizer", "sgd", "--lr", "0.05", "--schedule", "steps:2:1e20", "--out", "run"]
 
 
@@ -162,11 +164,25 @@ def test_a_full_disk_is_no_reason_to_resume_a_finished_run(
     refused(command, capsys, "No space left on device; free some space and run it again (train: with --resume")
 
 
-def test_a_closed_pipe_of_warnings_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`banach train 2>&1 | head -1` died of its first warning, before the first checkpoint."""
+@pytest.mark.usefixtures("handlers")
+def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the command with "'ascii' codec can't encode", and left a run that had not begun."""
+    name = "\u6f22\udce9"  # the second is a byte that is not UTF-8
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    monkeypatch.setattr(sys, "argv", ["banach", *SMALL, "--epochs", "1", "--out", name])
+    assert entry.main() == 0
+    sys.stdout.seek(0)
+    assert r"run: \u6f22\udce9" in sys.stdout.read()
+
+
+@pytest.mark.parametrize(
+    "full", [False, pytest.param(True, marks=pytest.mark.skipif(not FULL.exists(), reason="none"))]
+)
+def test_a_closed_pipe_of_warnings_does_not_stop_the_run(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`banach train 2>&1 | head -1` died of its first warning, before the first checkpoint; so did a full disk."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as closed:
+    with open(FULL if full else writer, "w") as closed:
         monkeypatch.setattr(sys, "stderr", closed)
         assert main([*SMALL, "--epochs", "1", "--max-steps", "1", "--out", "run"]) == 0
     assert Path("run/test.json").exists()

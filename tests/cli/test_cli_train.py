@@ -76,6 +76,11 @@ def test_with_whole_nothing_is_validated(capsys: Any) -> None:
     assert "4 training images" in " ".join(capsys.readouterr().out.split())
 
 
+def test_one_training_image() -> None:
+    """A traceback: the first batch was one of two images."""
+    assert main(["train", "--subset", "1", *SMALL[3:], "--epochs", "1"]) == 0
+
+
 def test_the_test_set_is_read_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     load = data.load

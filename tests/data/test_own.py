@@ -123,8 +123,8 @@ def zipped(path: Path, **members: bytes) -> Path:
         ({"images": PIXELS[:9], "labels": LABELS[:9]}, "9 training images, 0 test images"),
         ({**SPLIT, "y_test": LABELS[40:] + 3}, "test images of a class without training images"),
         ({**SPLIT, "y_test": LABELS[40:] - 3}, "labels below 0"),
-        ({**SPLIT, "x_test": PIXELS[40:, 1:]}, "make them match"),
-        ({"images": np.uint8(1), "labels": np.array(1)}, "1 labels for images (); make them match"),
+        ({**SPLIT, "x_test": PIXELS[40:, 1:]}, "20 labels for images (20, 5, 5), expected (20, 6, 5); make"),
+        ({"images": np.uint8(1), "labels": np.array(1)}, "1 labels for images (), expected (1,); make them match"),
         ({**WHOLE, "images": PIXELS[:, :0]}, "60 images (1, 0, 5), expected 1 to"),
     ],
 )
@@ -145,6 +145,7 @@ def test_files_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
     folder(tmp_path / "more" / "train")
     folder(tmp_path / "more" / "test")
     (tmp_path / "more" / "test" / "a").rename(tmp_path / "more" / "test" / "d")
+    (folder(tmp_path / "nested") / "lost" / "deeper").mkdir(parents=True)  # the class was left out
     zipped(tmp_path / "bomb.npz", images=header((2**30, 64, 64)) + bytes(2**20), labels=labels.getvalue())
     zipped(tmp_path / "short.npz", images=header((60, 6, 5)) + bytes(7), labels=labels.getvalue())
     for name, said in {
@@ -154,6 +155,7 @@ def test_files_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
         "short.npz": "not a .npz file that can be used",
         "folder:none": "none is not a folder",
         "folder:empty": "empty has no images; put them into one folder per class",
+        "folder:nested": "nested/lost has no images; put them into one folder per class",
         "folder:bad": "00.png is not an image that can be read",
         "folder:more": "test images of a class without training images",
     }.items():

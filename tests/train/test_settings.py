@@ -92,6 +92,7 @@ def test_other_words_are_refused_with_advice(read: Any, word: Any, said: str) ->
         ({"monitor": 1}, "monitor must be true or false"),
         ({"device": "gpu0"}, "device must be auto, cpu"),
         ({"data": 3}, "data must be a name"),
+        ({"solver": " "}, "solver must be a name, or left out, got ' '"),
         ({"correction_steps": ()}, r"correction_steps must be numbers of iterates such as \(2, 5\), got \(\)"),
         ({"correction_steps": (0,)}, "every one of correction_steps must be a whole number, at least 1"),
         ({"finite_difference": True}, "finite_difference is a way to compute jacobian_penalty"),

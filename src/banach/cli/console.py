@@ -76,10 +76,10 @@ def wrapped(text: str, first: str = "", then: str = "") -> str:
 
 
 def complain(text: str) -> None:
-    """Print a line on standard error, unless that is a closed pipe: `banach train 2>&1 | head` trains on."""
+    """Print a line on standard error; closed pipes or full disks lose it: `banach train 2>&1 | head` trains on."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 

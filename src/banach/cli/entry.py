@@ -16,6 +16,8 @@ def main() -> int:
         # Ignored ones stay ignored: nohup ignores SIGHUP, a shell SIGINT in the background.
         if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _exit)
+    if hasattr(sys.stdout, "reconfigure"):  # names of files and classes that the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from banach.cli.app import main as run
     except ModuleNotFoundError as error:

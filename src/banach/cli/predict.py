@@ -28,7 +28,7 @@ def predict(
     run: RunDir,
     image: Annotated[list[Path], argument("Image files, or folders of them.")],
     invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light.")] = False,
-    top: Annotated[int, number(int, "How many classes to show.", show_default=True)] = 3,
+    top: Annotated[int | None, number(int, "How many classes to show.  [3, or all]")] = None,
     device: Device = "auto",
     modules: Imports = None,
 ) -> None:
@@ -38,7 +38,8 @@ def predict(
     like the data set, and resized to its size.
     """
     opened = open_run(run, device)
-    dataset, top = opened.dataset, checks.whole("top", top, 1, len(opened.dataset.classes))
+    dataset, count = opened.dataset, len(opened.dataset.classes)
+    top = min(3, count) if top is None else checks.whole("top", top, 1, count)
     files = {path: images_in(path) if path.is_dir() else [path] for path in image}
     if empty := [path for path, found in files.items() if not found]:
         raise ValueError(f"{empty[0]} has no image files; pass files, or a folder with {', '.join(ENDINGS)}")

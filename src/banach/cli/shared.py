@@ -67,7 +67,7 @@ def import_modules(modules: Sequence[str] | None) -> list[str]:
         except Exception as error:  # whatever a module raises
             said = f"{type(error).__name__}: {error}"
             missing = isinstance(error, ModuleNotFoundError)
-            advice = "install it, or run the command in its folder" if missing else "correct the module"
+            advice = "install it, or go to its folder; names have no .py" if missing else "correct the module"
             raise ValueError(f"--import: the module {module!r} cannot be imported ({said}); {advice}") from error
     return list(modules or ())
 

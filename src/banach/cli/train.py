@@ -112,7 +112,7 @@ def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images
     net = settings.build()
     if settings.torch_device.type == "cpu":
         with warnings.catch_warnings(action="ignore"):  # fresh weights need not converge
-            evaluate(net, train.take(train.labels.topk(2).indices))  # refuses too few outputs
+            evaluate(net, train.take(train.labels.topk(min(2, len(train))).indices))  # refuses too few outputs
     return net, train, validation
 
 

@@ -51,9 +51,11 @@ def _folder(text: str) -> DataSet:
     listed = list[list[Path]]()
     for part in parts if len(parts) == 2 else [root]:
         folders = sorted(one for one in part.iterdir() if one.is_dir() and not one.name.startswith("."))
-        listed.append([path for folder in folders for path in images_in(folder)])
-        if not listed[-1]:
-            raise DataError(f"{part} has no images; put them into one folder per class, as in {part}/cat/1.png")
+        found = [images_in(folder) for folder in folders]
+        if not any(found) or not (listed or all(found)):  # a class may lack test images
+            empty = folders[found.index([])] if any(found) else part
+            raise DataError(f"{empty} has no images; put them into one folder per class, as in {part}/cat/1.png")
+        listed.append([path for files in found for path in files])
     classes = {name: number for number, name in enumerate(sorted({path.parent.name for path in listed[0]}))}
     labels = [np.array([classes.get(path.parent.name, -1) for path in files]) for files in listed]
     channels, height, width = read_image(listed[0][0]).pixels.shape
@@ -86,8 +88,9 @@ def _npz(path: Path) -> DataSet:
         if most >= CLASSES:
             raise ValueError(f"it has a label of {most}, expected 0 to {CLASSES - 1}")
         for given, numbers in zip(shapes, labels, strict=True):
-            if given[:1] != (len(numbers),) or given[1:] != shapes[0][1:]:
-                raise ValueError(f"{len(numbers):,} labels for images {given}; make them match")
+            wanted = (len(numbers), *shapes[0][1:])
+            if given != wanted:
+                raise ValueError(f"{len(numbers):,} labels for images {given}, expected {wanted}; make them match")
         shape = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape[1:]  # without memory
 
     def read(index: int) -> np.ndarray:

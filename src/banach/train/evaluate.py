@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from banach import checks
 from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
 from banach.fast.capture import HeldFixed, reason_of
@@ -91,6 +92,7 @@ def evaluate(
     Warns:
         ConvergenceWarning: if fixed points were not found.
     """
+    checks.whole("batch_size", batch_size, 1)
     scorer = Scorer(net, precision, fast=False) if scorer is None else scorer
     if scorer.net is not net or scorer.precision != precision:
         got = f"{'this' if scorer.net is net else 'another'} network in {scorer.precision}"

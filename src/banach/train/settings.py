@@ -122,7 +122,7 @@ class Settings:
         if self.finite_difference and not self.jacobian_penalty:
             raise ValueError("finite_difference is a way to compute jacobian_penalty, which is 0; set both")
         if self.clip == 0:
-            raise ValueError("clip=0 would stop all learning; use a positive norm, or None for no clipping")
+            raise ValueError("clip=0 would stop all learning; use a positive norm, or leave it out")
 
     @staticmethod
     def choose(given: Mapping[str, Any], file: Path | None = None) -> Settings:
@@ -308,8 +308,8 @@ def _check(name: str, value: Any, kind: str, choices: tuple[str, ...] = (), **li
         checks.number(name, value, **limits)
     elif kind == "bool" and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
-    elif kind == "str | None" and not isinstance(value, str):
-        raise ValueError(f"{name} must be a name, or None, got {value!r}")
+    elif kind == "str | None" and (not isinstance(value, str) or not value.strip()):
+        raise ValueError(f"{name} must be a name, or left out, got {value!r}")
     elif name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
     elif name == "schedule" and (isinstance(value, type) or not hasattr(value, "multiplier")):
