@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from banach.backward.mode import Unchanged
+from banach.backward.mode import Attributes, Unchanged
 from banach.latent import Latent
 from banach.nn.layers import draws_masks, is_hooked, modules_of, watched
 from banach.solve.context import assigned, unwrap_derivatives
@@ -70,6 +70,8 @@ class Pass:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.open, _current.running = False, self.outer
         self.buffers.finish(failed=error is not None)
+        if self.remembered is not None:
+            self.remembered.attributes.settle()
         self.made = {}
 
     def evaluate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
@@ -139,7 +141,7 @@ def forward_pass(R: Any, modules: list[nn.Module], *, plain: bool, evaluates_lat
 
 
 class Remembered:
-    """R as it was in a forward pass: its parameters, and the mode of every module."""
+    """R as it was in a forward pass: its parameters, and the mode and attributes of every module."""
 
     def __init__(self, R: nn.Module, modules: list[nn.Module]) -> None:
         self.R = R
@@ -147,10 +149,11 @@ class Remembered:
         # Not lazy ones, which are filled in the pass itself.
         kept = ((f"R's parameter {name}", p) for name, p in self.parameters.items() if not is_lazy(p))
         self.unchanged = Unchanged(kept, "call backward() before the optimizer's step()")
-        self.training = [(module, module.training) for module in modules]
+        self.training = [(module, "training", module.training) for module in modules]
+        self.attributes = Attributes(modules)
 
     def differs(self) -> bool:
-        """Return True if R has other parameters or modes now. Refuse parameters that were changed in place.
+        """Return True if R has changed since. Refuse parameters that were changed in place.
 
         False for parameters of other types, such as sharded ones: the library that shards them restores them.
         """
@@ -159,11 +162,12 @@ class Remembered:
             return False
         self.unchanged.check()
         same = all(now.get(name) is tensor for name, tensor in self.parameters.items())
-        return not same or any(module.training != mode for module, mode in self.training)
+        other_mode = any(module.training != mode for module, _, mode in self.training)
+        return not same or other_mode or bool(self.attributes.overwritten())
 
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
-        """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
-        with assigned([(module, "training", mode) for module, mode in self.training]):
+        """Return R(u, v) with the parameters, modes and attributes of the pass, and these buffers."""
+        with assigned([*self.training, *self.attributes.overwritten()]):
             given = {**self.parameters, **buffers}
             return torch.func.functional_call(self.R, given, (u, v), tie_weights=False)
 
