@@ -209,49 +209,6 @@ def test_a_function_in_a_loop_reads_its_own_values_in_the_backward_pass(mode: Mo
     torch.testing.assert_close(torch.autograd.grad(script["total"], A)[0], wanted)
 
 
-class Keeps(Cell):
-    """Reads an attribute that every time step overwrites, and writes others itself."""
-
-    v, seen, calls = LATENTS, LATENTS, 0
-
-    def forward(self, u: Tensor, v: Tensor | float = 0.0) -> Tensor:
-        self.seen, self.calls = self.linear(u), self.calls + 1
-        return 0.3 * torch.tanh(self.norm(self.seen) + v + self.v)
-
-
-@pytest.mark.parametrize("where", ["module", "method", "function", "R", "R with buffers"])
-@pytest.mark.parametrize("mode", [Implicit(NormalCG(), ADJOINT), Unroll(60, checkpoint=True)], ids=str)
-def test_attributes_of_a_module_are_those_of_the_forward_pass(mode: Mode, where: str) -> None:
-    """Found as a silently wrong gradient of Unroll (64 % off); Implicit warned."""
-    net = network(lambda: Keeps(where == "R with buffers"), mode, Q=nn.Identity())
-    R, Q = net.R, torch.eye(6, dtype=torch.float64, requires_grad=True)
-
-    def loss(step: Callable[[Tensor], Tensor]) -> Tensor:
-        x, total = LATENTS, LATENTS.new_zeros(())
-        for _ in range(3):
-            R.v = x @ Q
-            x = torch.tanh(x + step(x))
-            total = total + (x**3).sum()
-        return total
-
-    def found(x: Tensor) -> Tensor:
-        maps = {"module": R, "method": R.forward, "function": lambda u: R(u)}
-        return fixed_point(maps[where], x, tolerance=TIGHT, backward=mode) if where in maps else net.latent(x)[0]
-
-    def plain(x: Tensor) -> Tensor:
-        u = torch.zeros_like(x)
-        for _ in range(60):
-            u = R(u, x) if "R" in where else R(u)
-        return u
-
-    weights = R.linear.weight, Q
-    wanted = torch.autograd.grad(loss(plain), weights)
-    total, last, calls = loss(found), R.v, R.calls
-    torch.testing.assert_close(torch.autograd.grad(total, weights), wanted)
-    assert R.v is last
-    assert R.calls > calls
-
-
 def test_a_function_that_counts_its_calls_goes_on_counting() -> None:
     calls, shift = 0, LATENTS
 

@@ -91,14 +91,13 @@ class Implicit:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
         space = Space.of(z_star, coupled=coupled)
-        later = as_of_now(T) if torch.is_grad_enabled() else T
         with plain_attention() if self.order > 1 else nullcontext():
-            value = later(z_star, *inputs)
+            value = T(z_star, *inputs)
         parts: Any = space.check(value)  # refuses another shape or dtype now, rather than in the backward pass
         if is_differentiated(parts):
             problem = Problem(
                 mode=self,
-                T=with_autocast_of(space, later),
+                T=with_autocast_of(space, as_of_now(T)),
                 z_star=z_star,
                 value=detach(value),
                 inputs=tuple(inputs),

@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from banach.latent import Latent, leaves
 from banach.solve import Map
-from banach.solve.context import assigned, is_functorch_wrapped_tensor, unwrap_derivatives
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+from banach.solve.context import is_functorch_wrapped_tensor, unwrap_derivatives
 
 
 class Mode(Protocol):
@@ -46,67 +44,28 @@ class Unchanged:
                 raise RuntimeError(f"{what}, which needs it as it was: {self.do}")
 
 
-class Attributes:
-    """The attributes of modules as they are now, for evaluations in the backward pass."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        named = ((one, *item) for one in modules for item in vars(one).items())
-        self.were = [one for one in named if one[1] not in _OF_EVERY_MODULE]
-
-    def settle(self) -> None:
-        """Forget those that have changed since: the modules write them themselves, such as a counter."""
-        self.were = [one for one in self.were if vars(one[0]).get(one[1]) is one[2]]
-
-    def overwritten(self) -> list[tuple[nn.Module, str, Any]]:
-        """Return (module, name, value as it was) of those that have another value now."""
-        return [one for one in self.were if vars(one[0]).get(one[1]) is not one[2]]
-
-
 def as_of_now(T: Map) -> Map:
-    """Return T for the forward and the backward pass, where it reads what it would read now.
+    """Return T for the backward pass: a plain function reads the variables around it as they are now.
 
-    That is the variables around a plain function, of which a lambda in a loop would read the last values, and the
-    attributes of modules: T itself, and those that the function reads. What T assigns, such as a counter, it
-    shares with what is returned.
+    Of a variable in a loop, a lambda would read the last value. Variables that T assigns, such as a counter, it
+    shares with the function that is returned.
     """
-    if torch.compiler.is_compiling():
+    if type(T) is not FunctionType or hasattr(T, "__wrapped__") or torch.compiler.is_compiling():
         return T
-    now, seen = T, [getattr(T, "__self__", T)]
-    if type(T) is FunctionType and not hasattr(T, "__wrapped__"):
-        now, seen = _with_variables(T)
-    attributes = Attributes(part for one in seen if isinstance(one, nn.Module) for part in one.modules())
-    ran = False
-
-    def evaluate(*given: Any) -> Latent:
-        nonlocal ran
-        with assigned(attributes.overwritten()):
-            value = now(*given)
-        if not ran:
-            attributes.settle()
-        ran = True
-        return value
-
-    return evaluate if attributes.were else now
-
-
-def _with_variables(T: FunctionType) -> tuple[Map, list[Any]]:
-    """Return T with the variables around it as they are now, and their values."""
     code, around, own = T.__code__, T.__globals__, _assigned(T.__code__)
-    now = {name: around[name] for name in set(code.co_names) & around.keys()}
-    closure = T.__closure__ or ()
+    read, pairs = set(code.co_names) & around.keys(), zip(code.co_freevars, T.__closure__ or (), strict=True)
+    now = {name: around[name] for name in read}
     try:
-        values = [cell.cell_contents for cell in closure]
+        cells = tuple([cell if name in own else CellType(cell.cell_contents) for name, cell in pairs])
     except ValueError:  # a variable without a value
-        return T, []
-    names = zip(code.co_freevars, closure, values, strict=True)
-    cells = tuple([cell if name in own else CellType(value) for name, cell, value in names])
+        return T
 
     def evaluate(*given: Any) -> Latent:
         earlier = FunctionType(code, {**around, **now}, None, T.__defaults__, cells)
         earlier.__kwdefaults__ = T.__kwdefaults__
         return earlier(*given)
 
-    return (T if now.keys() & own else evaluate), [*values, *now.values()]
+    return T if read & own else evaluate
 
 
 @functools.lru_cache

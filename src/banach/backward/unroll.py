@@ -18,8 +18,7 @@ class Unroll:
 
     From an exact fixed point, undamped, K steps give Neumann(K - 1). Started at z0 with `max_steps=0` it is
     ordinary backpropagation through K steps. `checkpoint=True` keeps one latent per step and recomputes the
-    rest. T then reads variables around a function and attributes of modules as they were; other objects that it
-    reads must not change. (Phantom gradient: Geng et al. 2021.)
+    rest: what T reads must still be what it was. (Phantom gradient: Geng et al. 2021.)
     """
 
     steps: int = 1

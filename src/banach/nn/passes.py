@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from banach.backward.mode import Attributes, Unchanged
+from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.layers import draws_masks, is_hooked, modules_of, watched
 from banach.solve.context import assigned, unwrap_derivatives
@@ -70,8 +70,6 @@ class Pass:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.open, _current.running = False, self.outer
         self.buffers.finish(failed=error is not None)
-        if self.remembered is not None:
-            self.remembered.attributes.settle()
         self.made = {}
 
     def evaluate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
@@ -141,7 +139,7 @@ def forward_pass(R: Any, modules: list[nn.Module], *, plain: bool, evaluates_lat
 
 
 class Remembered:
-    """R as it was in a forward pass: its parameters, and the mode and attributes of every module."""
+    """R as it was in a forward pass: its parameters, and the mode of every module."""
 
     def __init__(self, R: nn.Module, modules: list[nn.Module]) -> None:
         self.R = R
@@ -149,11 +147,10 @@ class Remembered:
         # Not lazy ones, which are filled in the pass itself.
         kept = ((f"R's parameter {name}", p) for name, p in self.parameters.items() if not is_lazy(p))
         self.unchanged = Unchanged(kept, "call backward() before the optimizer's step()")
-        self.training = [(module, "training", module.training) for module in modules]
-        self.attributes = Attributes(modules)
+        self.training = [(module, module.training) for module in modules]
 
     def differs(self) -> bool:
-        """Return True if R has changed since. Refuse parameters that were changed in place.
+        """Return True if R has other parameters or modes now. Refuse parameters that were changed in place.
 
         False for parameters of other types, such as sharded ones: the library that shards them restores them.
         """
@@ -162,12 +159,11 @@ class Remembered:
             return False
         self.unchanged.check()
         same = all(now.get(name) is tensor for name, tensor in self.parameters.items())
-        other_mode = any(module.training != mode for module, _, mode in self.training)
-        return not same or other_mode or bool(self.attributes.overwritten())
+        return not same or any(module.training != mode for module, mode in self.training)
 
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
-        """Return R(u, v) with the parameters, modes and attributes of the pass, and these buffers."""
-        with assigned([*self.training, *self.attributes.overwritten()]):
+        """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
+        with assigned([(module, "training", mode) for module, mode in self.training]):
             given = {**self.parameters, **buffers}
             return torch.func.functional_call(self.R, given, (u, v), tie_weights=False)
 
