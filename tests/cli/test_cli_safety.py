@@ -173,6 +173,9 @@ def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -
     assert entry.main() == 0
     sys.stdout.seek(0)
     assert r"run: \u6f22\udce9" in sys.stdout.read()
+    monkeypatch.setattr(sys, "argv", ["banach", "report", name, "--samples", "0"])
+    assert entry.main() == 0
+    assert "\u6f22\\udce9</h1>" in Path(name, "report.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

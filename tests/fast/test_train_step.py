@@ -97,9 +97,11 @@ def test_what_replays_hold_fixed() -> None:
     def shorten() -> None:
         net.S[1].bias.data = net.S[1].bias.data[:6]
 
-    net.R.gamma, net.R.skips, net.R.scale = numpy.float64(0.4), True, None
-    given = [("gamma", numpy.float64(0.3)), ("skips", False), ("scale", 2.0), ("new", 1.0), ("new", torch.ones(2))]
+    net.R.gamma, net.R.scale, net.R.skips, net.R.width = numpy.float64(0.4), None, True, 3
+    given = [("skips", False), ("gamma", 2.0), ("width", None), ("new", 1.0), ("new", torch.ones(2))]
     changes: list[Any] = [
+        partial(setattr, net.R, "gamma", numpy.float64(0.3)),
+        lambda: vars(net.R).update(gamma=None, scale=net.R.gamma),
         transpose,
         shorten,
         net.Q.eval,

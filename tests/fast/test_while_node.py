@@ -15,10 +15,8 @@ from fast.simulated import PLAN
 def give_driver(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     """Let `cuda.bindings` have a driver of these functions."""
     driver: Any = SimpleNamespace(**functions)
-    there = {"__spec__": "there"}
-    bindings: Any = SimpleNamespace(driver=driver, nvrtc=SimpleNamespace(), **there)
-    cuda: Any = SimpleNamespace(bindings=bindings, **there)
-    for name, module in {"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.driver": driver}.items():
+    bindings: Any = SimpleNamespace(driver=driver, nvrtc=SimpleNamespace())
+    for name, module in {"cuda": SimpleNamespace(bindings=bindings), "cuda.bindings": bindings}.items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -30,6 +28,8 @@ def test_while_nodes_need_a_driver(monkeypatch: pytest.MonkeyPatch, version: int
     monkeypatch.setattr(torch.cuda.CUDAGraph, "raw_cuda_graph", None, raising=False)
     monkeypatch.setattr(PLAN, "device_runtime", lambda: "libcudadevrt.a")
     assert PLAN.while_nodes_lack.__wrapped__() == lacking
+    monkeypatch.delitem(sys.modules, "cuda.bindings")  # "cuda" is a file of the user, no package: an error
+    assert PLAN.while_nodes_lack.__wrapped__() == "cuda.bindings (pip install cuda-bindings)"
 
 
 def test_a_loop_is_launched_on_the_device_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,8 +130,8 @@ def report(
         name = path.name if len(found) == 1 else str(run.path)
         one = Reported(name, run, run.metrics(), run.test() or {}, run.environment())
         reported.append(_measure(one, samples, data_dir, device))
-    with whole_file(page) as file:
-        file.write(render(reported))
+    with whole_file(page, binary=True) as file:
+        file.write(render(reported).encode(errors="backslashreplace"))  # names of files that are not UTF-8
     console.print(f"report: {page}")
 
 

@@ -205,9 +205,11 @@ def while_nodes_lack() -> str:
         return "a CUDA GPU"
     if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
         return "PyTorch 2.8"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+    try:
+        from cuda.bindings import driver
+    except ImportError:  # "cuda" may also be another package, or a file of the user
         return "cuda.bindings (pip install cuda-bindings)"
-    if importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1] < 12040:  # PyTorch does not say it
+    if driver.cuDriverGetVersion()[1] < 12040:  # PyTorch does not say it
         return "a driver of CUDA 12.4"
     return "" if device_runtime() else "libcudadevrt.a (pip install nvidia-cuda-runtime)"
 
