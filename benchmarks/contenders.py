@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from banach import JFB, ImplicitNetwork, Picard
 from banach.fast import TrainStep
-from banach.train.precision import autocast
+from banach.fast.step import autocast
 from benchmarks.libraries import torchdeq_layer
 from benchmarks.points import Point
 
@@ -94,7 +94,7 @@ class Step:
                     state[name] = value.to(p.device if self.optimizer.defaults["fused"] else "cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.setting.precision, self.setting.device)
+        return autocast(self.setting.precision == "bf16", self.setting.device)
 
 
 def zeros(v: Any) -> Any:

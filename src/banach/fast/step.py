@@ -234,7 +234,7 @@ class TrainStep:
         penalty, metrics, targets = self.extras.penalty, self.extras.metrics, batch[-1]
         with nullcontext() if penalty is None else penalty.observing(self.net) as seen:
             d = batch[:-1]
-            with self._autocast():
+            with autocast(self.bf16, next(self.net.parameters()).device):
                 output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
             if captured and found is not None:  # the graph would otherwise keep the latent
                 found = found.changed(value=())
@@ -256,13 +256,9 @@ class TrainStep:
     def _keeps_buffers(self) -> bool:
         """Return True if R writes to no buffer, by an evaluation on the next batch."""
         net = cast(ImplicitNetwork, self.net)
-        with self._restored(), self._autocast():
+        with self._restored(), autocast(self.bf16, next(net.parameters()).device):
             v = net.Q(*self.feed.batch(captured=True)[:-1])
             return keeps_buffers(net.R, promoted(net.start(v)), v)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        kind = next(self.net.parameters()).device.type
-        return torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -289,6 +285,11 @@ class TrainStep:
 
     def _state(self) -> list[Tensor]:
         return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+def autocast(bf16: bool, device: torch.device) -> AbstractContextManager[Any]:
+    """Return autocast to bf16 if that is wanted, else a context that does nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
 
 
 def at_least_fp32(output: Any) -> Any:

@@ -14,14 +14,14 @@ from banach.data.loader import Batch, Loader
 from banach.fast.capture import HeldFixed, reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
-from banach.fast.step import at_least_fp32, run_network
+from banach.fast.step import at_least_fp32, autocast, run_network
 from banach.network import ImplicitNetwork, check_loss
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.context import assigned
 from banach.solve.warning import warn_user
 from banach.train.distributed import Ranks
 from banach.train.metrics import NONFINITE, Compared, MetricSums, Objective, Totals
-from banach.train.precision import arithmetic, autocast
+from banach.train.precision import arithmetic
 
 AT_A_TIME = 512  # images per captured batch; batches are powers of two
 
@@ -50,7 +50,7 @@ class Scorer:
                 self.reason, self._made = reason_of(error), (None, None)
                 text = "the evaluation could not be captured as a CUDA graph and runs eagerly"
                 warn_user(f"{text}: {self.reason}", UserWarning)
-        with autocast(self.precision, x.device):
+        with autocast(self.precision == "bf16", x.device):
             output, found = run_network(self.net, (x, *more))
         return at_least_fp32(output), found
 

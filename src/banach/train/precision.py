@@ -1,7 +1,6 @@
-"""The arithmetic of a run: true fp32, TF32 products, or bf16 by autocast."""
+"""The arithmetic of a run: true fp32, or TF32 products."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -20,8 +19,3 @@ def arithmetic(
     if search is not None:
         changes.append((cudnn, "benchmark", search))
     return assigned(changes if device.type == "cuda" else [])
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return autocast to bf16 for "bf16", else a context that does nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()

@@ -17,7 +17,7 @@ from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
 from banach.fast.capture import unchanged
 from banach.fast.plan import plan
-from banach.fast.step import Extras, TrainStep, at_least_fp32, kinds
+from banach.fast.step import Extras, TrainStep, at_least_fp32, autocast, kinds
 from banach.latent import leaves
 from banach.models import ODENet, unrolled
 from banach.models.ode import ODE_FAILURES
@@ -27,7 +27,6 @@ from banach.train.checkpoint import Position
 from banach.train.distributed import Parallel
 from banach.train.finite import NonfiniteWatch
 from banach.train.metrics import cross_entropy
-from banach.train.precision import autocast
 from banach.train.settings import Settings
 from banach.train.state import TrainState
 
@@ -129,7 +128,7 @@ class Penalties:
         """Return what is added to the loss of an observed pass, in the precision of the pass."""
         settings, first = self.settings, leaves(seen.z)[0]
         total = first.new_zeros(())
-        with autocast(settings.precision, first.device):
+        with autocast(settings.precision == "bf16", first.device):
             if settings.jacobian_penalty:
                 estimate = finite_difference_penalty if settings.finite_difference else jacobian_penalty
                 found = estimate(seen.T, seen.z, seen.inputs, coupled=seen.coupled)
@@ -226,7 +225,7 @@ class Stepper:
             return False
         *d, _ = self.feed.make(self.feed.next_parts())
         able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
-        with autocast(state.settings.precision, state.device), torch.no_grad():
+        with autocast(state.settings.precision == "bf16", state.device), torch.no_grad():
             changed = [module.tune(state.net, *d) for module in able]  # all of them, before any() looks
         return any(changed)
 
