@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -479,15 +480,42 @@ def test_extras_are_parts_of_a_step() -> None:
         torch.testing.assert_close(p, before - 0.5 * g * min(1.0, 0.1 / (float(norm) + 1e-6)))
 
 
-def test_an_optimizer_whose_state_does_not_start_at_zero_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up would leave Rprop with step sizes of zero."""
+class Counts(torch.optim.Optimizer):
+    """w <- w - lr g / k at step k, which is a number: in the group and in the state of a weight."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                self.state[p]["k"] = self.state[p].get("k", 0) + 1
+                p.data.sub_(p.grad, alpha=group["lr"] * 2 / (group["k"] + self.state[p]["k"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (torch.optim.Rprop, "the state of Rprop does not start at zero; take its first step eagerly"),
+        (lambda weights, lr: Counts(weights, {"lr": lr}), "Counts counts its steps by a number, which replays"),
+    ],
+)
+@pytest.mark.parametrize("taken", [0, 1])
+def test_an_optimizer_that_a_replay_does_not_know_is_not_captured(
+    kind: Any, said: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm-up would leave Rprop with step sizes of zero. One that counts stayed at its third step."""
     net = plain_network()
     reference, (d, y) = copy.deepcopy(net), batch()
-    step = captured(net, torch.optim.Rprop(net.parameters(), lr=0.01), monkeypatch)
-    with pytest.warns(UserWarning, match="the state of Rprop does not start at zero; take its first step eagerly"):
+    ours, plain = kind(net.parameters(), lr=0.01), kind(reference.parameters(), lr=0.01)
+    step = captured(net, ours, monkeypatch)
+    for _ in range(taken):
+        F.cross_entropy(net(d), y).backward()
+        ours.step()
+    with pytest.warns(UserWarning, match=said) if "number" in said or not taken else nullcontext():
         step(d, y)
-    F.cross_entropy(reference(d), y).backward()
-    torch.optim.Rprop(reference.parameters(), lr=0.01).step()
+    for _ in range(taken + 1):
+        plain.zero_grad()
+        F.cross_entropy(reference(d), y).backward()
+        plain.step()
     assert same_weights(net, reference)
 
 

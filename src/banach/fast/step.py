@@ -264,21 +264,27 @@ class TrainStep:
     def _restored(self) -> Iterator[None]:
         """Undo the steps in the block, of a loss's weights too; new optimizer state becomes that of no step."""
         optimizer, state, had = self.optimizer, self.optimizer.state, {*self.optimizer.state}
-        dampened = any(group.get("dampening") for group in optimizer.param_groups)
+        name, dampened = type(optimizer).__name__, any(group.get("dampening") for group in optimizer.param_groups)
         at_zero = isinstance(optimizer, _START_AT_ZERO) and not dampened
         known = {*self._weights(), *self.net.parameters(), *self.net.buffers(), *self._state()}
+        parts = [(part, {**part}) for part in (*state.values(), *optimizer.param_groups)]
         try:
             with unchanged({*known, *self.feed.changing()}):
                 yield
         finally:
             new = {*self._state()} - known
+            counts = any(_numbers(part) != _numbers(before) for part, before in parts)
             for value in new:
                 value.zero_()
             for p in () if at_zero else {*state} - had:
                 del state[p]
+            for part, before in () if at_zero else parts:
+                part.clear()
+                part.update(before)
         if new and not at_zero:
-            name = type(optimizer).__name__
             raise RuntimeError(f"the state of {name} does not start at zero; take its first step eagerly")
+        if counts:
+            raise RuntimeError(f"{name} counts its steps by a number, which replays do not change; use a tensor")
 
     def _weights(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -296,6 +302,10 @@ def at_least_fp32(output: Any) -> Any:
     """Return an output with its tensors in half precision as fp32: sums in a loss would lose their digits."""
     short = torch.bfloat16, torch.float16
     return tree_map_only(Tensor, lambda one: one.float() if one.dtype in short else one, output)
+
+
+def _numbers(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if isinstance(value, (int, float))}
 
 
 class GivenBatches(Feed):
