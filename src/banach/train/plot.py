@@ -152,7 +152,7 @@ def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = 
             _add_legend(axes, lines)
     if shared:
         _add_legend(figure, drawn, loc="outside lower center", ncols=3)
-    figure.suptitle(title, parse_math=False)
+    figure.suptitle(_encodable(title), parse_math=False)
     path = Path(path)
     with whole_file(path, binary=True) as file, warnings.catch_warnings():
         # A letter that the font lacks is drawn as a box.
@@ -182,8 +182,13 @@ def _add_legend(owner: Any, drawn: Mapping[str, Any], **options: Any) -> None:
     # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
     labels = {f" {name}" if name.startswith("_") else name: line for name, line in drawn.items() if name}
     if labels:
-        for text in owner.legend([*labels.values()], [*labels], **options).get_texts():
+        for text in owner.legend([*labels.values()], [*map(_encodable, labels)], **options).get_texts():
             text.set_parse_math(False)
+
+
+def _encodable(name: str) -> str:
+    """Return a name with escapes for bytes that are not UTF-8, which matplotlib refuses."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 @contextmanager
