@@ -199,9 +199,11 @@ def board(folder: str | os.PathLike[str]) -> Iterator[Callable[[Epoch], None]]:
     left, are hidden: each epoch occurs once.
 
     Raises:
-        ValueError: if tensorboard is missing.
+        ValueError: if tensorboard is missing, or does not take the name of the folder.
     """
     need("tensorboard", "TensorBoard's file")
+    if _encodable(os.fspath(folder)) != os.fspath(folder):
+        raise ValueError(f"no curves for TensorBoard: it needs a folder whose name is UTF-8, got {folder}")
     from torch.utils.tensorboard import SummaryWriter
 
     writer: SummaryWriter | None = None
