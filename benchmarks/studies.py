@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import banach
 from banach import Anderson, ImplicitNetwork, Picard
-from banach.train.precision import arithmetic
+from banach.fast.plan import arithmetic
 from benchmarks.contenders import CONTENDERS, Captured, Change, Eager, Setting, Step
 from benchmarks.counting import host_syncs
 from benchmarks.jobs import Job, Settings

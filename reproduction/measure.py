@@ -20,9 +20,9 @@ from banach import JFB, Implicit, ImplicitNetwork, Tolerance
 from banach.data import Augmentation, Batches, Images
 from banach.diagnose import descent_check, measure_contraction
 from banach.fast import unchanged
+from banach.fast.plan import arithmetic
 from banach.train import Scorer, Totals, evaluate
 from banach.train.metrics import MetricSums
-from banach.train.precision import arithmetic
 from reproduction.jobs import Job
 
 BATCH = 400  # of the released code's evaluation: in training mode the scores depend on it

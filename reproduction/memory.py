@@ -17,8 +17,8 @@ from benchmarks.timer import milliseconds_of, peak_bytes
 from torch import Tensor
 
 from banach import JFB, Implicit, Mode, NormalCG, Tolerance, Unroll, fixed_point, models
+from banach.fast.plan import arithmetic
 from banach.train import Settings
-from banach.train.precision import arithmetic
 from reproduction.study import NOT_REPRODUCED, REPRODUCED, Claim, Options, panels, store, table
 
 RECORDS = "memory.jsonl"

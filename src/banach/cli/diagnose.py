@@ -19,11 +19,11 @@ from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.contraction import worst
 from banach.diagnose.frozen import undisturbed
+from banach.fast.plan import arithmetic
 from banach.network import ImplicitNetwork
 from banach.provenance import provenance, write_json
 from banach.solve import Status, Tolerance, solve
 from banach.train.plot import BELOW, Chart, line_chart
-from banach.train.precision import arithmetic
 
 EPILOG = """\b
 Examples:

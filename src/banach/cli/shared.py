@@ -20,10 +20,10 @@ from banach import data, models
 from banach.cli.console import console
 from banach.data import DataSet, Images
 from banach.data.own import own
+from banach.fast.plan import arithmetic
 from banach.network import ImplicitNetwork
 from banach.train import Position, Run, RunError, Scorer, Settings
 from banach.train.plot import Chart, draw
-from banach.train.precision import arithmetic
 from banach.train.settings import FIXED_POINT
 from banach.train.state import DIGEST, check_identity, described, load_weights
 

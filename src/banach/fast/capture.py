@@ -221,7 +221,7 @@ class HeldFixed:
             *map(attrgetter("__class__", "requires_grad"), self.others),
             *map(attrgetter("training"), self.modules),
             *map(len, self.attributes),
-            *map(type, plain),
+            *map(isinstance, plain, repeat((int, float, str))),
             *compress(plain, map(isinstance, plain, repeat((float, bool, str)))),
             *map(attrgetter("Q", "R", "S", "start", "coupled", "solver", "tolerance", "backward"), self.networks),
         ]

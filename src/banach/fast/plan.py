@@ -4,6 +4,7 @@ import functools
 import glob
 import importlib.util
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from banach.kernels import declares, describe, lacks
 from banach.network import ImplicitNetwork, is_coupled
 from banach.nn.layers import draws_masks, is_hooked, modules_of, uses_batch_statistics
 from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
+from banach.solve.context import assigned
 
 LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
@@ -159,6 +161,20 @@ def convolves_in_tf32() -> bool:
         return bool(backends.cudnn.allow_tf32)
     flags = (backends.cudnn.conv.fp32_precision, backends.cudnn.fp32_precision, backends.fp32_precision)
     return next((flag for flag in flags if flag != "none"), "ieee") == "tf32"
+
+
+def arithmetic(
+    precision: str, device: torch.device, *, search: bool | None = None
+) -> AbstractContextManager[None]:
+    """Set TF32 for the block and restore it: on a GPU it is a global switch, and on for convolutions.
+
+    `search` lets cuDNN try its algorithms, which pays where shapes repeat; None: as it is.
+    """
+    matmul, cudnn, tf32 = torch.backends.cuda.matmul, torch.backends.cudnn, precision == "tf32"
+    changes = [(matmul, "allow_tf32", tf32), (cudnn, "allow_tf32", tf32)]
+    if search is not None:
+        changes.append((cudnn, "benchmark", search))
+    return assigned(changes if device.type == "cuda" else [])
 
 
 def networks_in(net: nn.Module) -> list[ImplicitNetwork]:

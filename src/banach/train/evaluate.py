@@ -13,7 +13,7 @@ from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
 from banach.fast.capture import HeldFixed, reason_of
 from banach.fast.inference import CompiledNetwork
-from banach.fast.plan import plan, runs_graphs
+from banach.fast.plan import arithmetic, plan, runs_graphs
 from banach.fast.step import at_least_fp32, autocast, run_network
 from banach.network import ImplicitNetwork, check_loss
 from banach.solve import ConvergenceWarning, Solution, Status
@@ -21,7 +21,6 @@ from banach.solve.context import assigned
 from banach.solve.warning import warn_user
 from banach.train.distributed import Ranks
 from banach.train.metrics import NONFINITE, Compared, MetricSums, Objective, Totals
-from banach.train.precision import arithmetic
 
 AT_A_TIME = 512  # images per captured batch; batches are powers of two
 

@@ -12,7 +12,7 @@ from torch import nn
 from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
 from banach.data.loader import Loader
-from banach.fast.plan import Plan, networks_in
+from banach.fast.plan import Plan, arithmetic, networks_in
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
 from banach.solve.context import assigned
@@ -22,7 +22,6 @@ from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
 from banach.train.finite import rewound
 from banach.train.metrics import Compared, Epoch, History, Objective, cross_entropy
-from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
 from banach.train.settings import Settings
 from banach.train.state import TrainState
