@@ -36,11 +36,6 @@ def uniform(key: int | Tensor, rows: int, columns: int, device: torch.device | s
     return (_shift(bits(key, rows * columns, device), 40).to(torch.float32) * 2.0**-24).view(rows, columns)
 
 
-def permutation(key: int | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return 0 to count - 1 in random order: the order that sorts `count` random words."""
-    return torch.argsort(bits(key, count, device), stable=True)
-
-
 def _mix(z: Any) -> Any:
     """Return the mixed bits of a tensor or an int; of an int only the lower 64 bits count, in and out."""
     z = (z ^ _shift(z, 30)) * FIRST

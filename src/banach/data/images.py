@@ -128,7 +128,7 @@ class Batches:
         count, device = len(self.images), self.images.device
         if not self.shuffle:
             return torch.arange(count, device=device)
-        return counter.permutation(counter.key(self.seed, counter.ORDER, epoch), count, device)
+        return counter.bits(counter.key(self.seed, counter.ORDER, epoch), count, device).argsort(stable=True)
 
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""
