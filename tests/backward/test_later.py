@@ -429,6 +429,23 @@ def test_what_torch_func_does_not_take_is_differentiated_by_plain_autograd(make:
     assert bool(calls) is (make is Cell)
 
 
+class FailingSine(OldSine):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        def fail(_: Tensor) -> None:
+            raise RuntimeError("my own trouble")
+
+        if g.requires_grad:
+            g.register_hook(fail)
+        return OldSine.backward(ctx, g)
+
+
+class Failing(Sine):
+    """Its error was tried again until Python's stack ended, 489 evaluations of T later."""
+
+    function: Any = FailingSine
+
+
 class Checkpointed(Cell):
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         found: Tensor = checkpoint(super().forward, u, v, use_reentrant=False)
@@ -447,12 +464,13 @@ class Outer(nn.Module):
 
 INSTEAD: list[tuple[Any, str, Mode]] = [
     (Once, r"second derivatives of T, .* use Implicit\(GMRES\(\)\)", Implicit(GMRES(), ADJOINT)),
+    (Failing, "^my own trouble$", Implicit(GMRES(), ADJOINT)),
     (Outer, r"NormalCG around an R .* GMRES\(\) and Anderson\(\) do not", Implicit(GMRES(), ADJOINT)),
     (Checkpointed, "T holds a checkpoint, or hooks on saved tensors, such as save_on_cpu", Unroll(100)),
 ]
 
 
-@pytest.mark.parametrize(("make", "message", "instead"), INSTEAD, ids=["once", "inner network", "checkpoint"])
+@pytest.mark.parametrize(("make", "message", "instead"), INSTEAD, ids=["once", "error", "inner", "checkpoint"])
 def test_normal_cg_says_what_to_use_instead(make: Any, message: str, instead: Mode) -> None:
     net = network(make, Implicit(NormalCG(), ADJOINT))
     with pytest.raises(RuntimeError, match=message):

@@ -124,8 +124,9 @@ class Jacobian:
         with explained(_TWICE):
             try:
                 return self._push((v,))[0]
-            except RuntimeError:  # attention's fast kernels have no second derivative
-                pass
+            except RuntimeError as error:
+                if "scaled_dot_product" not in str(error):  # whose fast kernels have no second derivative
+                    raise
             with plain_attention():
                 self._evaluate()
                 self._record(self.value)
