@@ -184,7 +184,8 @@ def along(x: Tensor, A: Tensor, mode: Mode | None, *, closure: bool = False) -> 
 LOOP = """
 for t in range(3):
     v = x * (t + 1)
-    total = total + fixed_point(lambda u: torch.tanh(0.5 * u @ A + v), x, tolerance=TIGHT, backward=mode).sum()
+    T = lambda u: (lambda w: torch.tanh(w @ A + v))(0.5 * u)
+    total = total + fixed_point(T, x, tolerance=TIGHT, backward=mode).sum()
 """
 
 
@@ -213,8 +214,11 @@ def test_a_function_that_counts_its_calls_goes_on_counting() -> None:
     calls, shift = 0, LATENTS
 
     def T(u: Tensor, *, share: float = 0.5) -> Tensor:
-        nonlocal calls
-        calls += 1
+        def count() -> None:
+            nonlocal calls
+            calls += 1
+
+        count()
         return torch.tanh(share * u) * a + shift
 
     a = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)

@@ -52,9 +52,10 @@ def as_of_now(T: Map) -> Map:
     """
     if type(T) is not FunctionType or hasattr(T, "__wrapped__") or torch.compiler.is_compiling():
         return T
-    code, around, own = T.__code__, T.__globals__, _assigned(T.__code__)
-    read, pairs = set(code.co_names) & around.keys(), zip(code.co_freevars, T.__closure__ or (), strict=True)
-    now = {name: around[name] for name in read}
+    code, around = T.__code__, T.__globals__
+    used, own = _names(code)
+    now = {name: around[name] for name in used & around.keys()}
+    pairs = zip(code.co_freevars, T.__closure__ or (), strict=True)
     try:
         cells = tuple([cell if name in own else CellType(cell.cell_contents) for name, cell in pairs])
     except ValueError:  # a variable without a value
@@ -65,14 +66,17 @@ def as_of_now(T: Map) -> Map:
         earlier.__kwdefaults__ = T.__kwdefaults__
         return earlier(*given)
 
-    return T if read & own else evaluate
+    return T if now.keys() & own else evaluate
 
 
 @functools.lru_cache
-def _assigned(code: CodeType) -> frozenset[str]:
-    """Return the names of variables around a function that it assigns."""
-    steps = dis.get_instructions(code)
-    return frozenset(step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL"))
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """Return the names that a function and those inside it use, and those that they assign around it."""
+    used, steps = set(code.co_names), dis.get_instructions(code)
+    own = {step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+    for inner in (part for part in code.co_consts if isinstance(part, CodeType)):
+        used, own = used | _names(inner)[0], own | _names(inner)[1]
+    return used, own - {*code.co_cellvars}
 
 
 def unchanged(T: Any, z_star: Latent, inputs: tuple[Any, ...]) -> Unchanged:
