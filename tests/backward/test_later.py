@@ -292,7 +292,7 @@ def test_a_map_that_does_not_depend_on_its_latent_does_not_warn(method: Any) -> 
     for T in (lambda u: a + 0 * u, lambda u: a + torch.relu(u - 9), lambda u: (a + u).clamp(-1, 1) + a):
         z = fixed_point(T, torch.full_like(LATENTS, 7.0), backward=Implicit(method))
         assert torch.autograd.grad(z.sum(), a)[0] == z.numel()
-    for flat in (torch.relu, torch.square):  # at 0, but not beside it
+    for flat in (torch.relu, torch.square):  # at 0, but not near it
         z = fixed_point(lambda u: flat(a * u), torch.zeros_like(LATENTS), backward=Implicit(method))  # noqa: B023
         assert not torch.autograd.grad(z.sum(), a)[0]
 
