@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from banach.backward.jacobian import Jacobian
-from banach.backward.mode import Unchanged
+from banach.backward.mode import CHANGED, Unchanged, is_other
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, detach, leaves, map_leaves, rebuild
 from banach.solve import Map, Norm, Solver, Status, Tolerance, solve
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 Parts = tuple[Tensor, ...]
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
-_CHANGED = (
-    "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T reads, "
-    "such as an attribute that the next turn of a loop overwrites, must not change in between; pass it in `inputs`"
-)
 CUT = (
     "T changes with z but its derivative in z is zero, so the gradient is that of JFB and sigma_max is 0: T must "
     "not detach z; where it differentiates an energy E, write torch.func.grad(E)(z)"
@@ -81,7 +77,7 @@ class Problem:
         if equation.every and not axes.levels and self._is_other(jacobian.value):
             with torch.enable_grad():  # a part compiled in a shorter type rounds as it did in the forward pass
                 if self._is_other(detach(self.T(self.z_star, *self.inputs))):
-                    warn_user(_CHANGED, AdjointWarning)
+                    warn_user(CHANGED, AdjointWarning)
         method = self.mode.method
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
@@ -93,10 +89,7 @@ class Problem:
         return torch.where(finite[:, None], w * unit[:, None], g)
 
     def _is_other(self, value: Latent) -> bool:
-        """Is this value of T at z* other than in the forward pass, by more than rounding?"""
-        was = self.space.rows(self.value)
-        change = torch.linalg.vector_norm(self.space.rows(value) - was)
-        return bool(change > min(1e3 * self.eps, 0.1) * torch.linalg.vector_norm(was))
+        return is_other(value, self.value, self.space, self.eps)
 
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""

@@ -12,9 +12,14 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from banach.latent import Latent, leaves
+from banach.latent import Latent, Space, leaves
 from banach.solve import Map
 from banach.solve.context import is_functorch_wrapped_tensor, unwrap_derivatives
+
+CHANGED = (
+    "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T reads, "
+    "such as an attribute that the next turn of a loop overwrites, must not change in between; pass it in `inputs`"
+)
 
 
 class Mode(Protocol):
@@ -88,6 +93,13 @@ def unchanged(T: Any, z_star: Latent, inputs: tuple[Any, ...]) -> Unchanged:
         own = T.named_parameters() if isinstance(T, nn.Module) else ()
         read += ((f"T's parameter {name}", p) for name, p in own if not is_lazy(p))
     return Unchanged(read, "call backward() before that, or change a copy")
+
+
+def is_other(value: Latent, was: Latent, space: Space, eps: float) -> bool:
+    """Return True if values of T differ by more than its rounding, `eps`. Syncs with the host."""
+    before = space.rows(was)
+    change = torch.linalg.vector_norm(space.rows(value) - before)
+    return bool(change > min(1e3 * eps, 0.1) * torch.linalg.vector_norm(before))
 
 
 def is_differentiated(parts: Sequence[Tensor]) -> bool:

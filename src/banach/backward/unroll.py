@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from banach import checks
-from banach.backward.mode import as_of_now, unchanged
-from banach.latent import Latent, detach, map_leaves
+from banach.backward.mode import CHANGED, as_of_now, is_other, unchanged
+from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.solve import Map
+from banach.solve.context import rounding
+from banach.solve.warning import AdjointWarning, warn_user
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Unroll:
 
     From an exact fixed point, undamped, K steps give Neumann(K - 1). Started at z0 with `max_steps=0` it is
     ordinary backpropagation through K steps. `checkpoint=True` keeps one latent per step and recomputes the
-    rest: what T reads must still be what it was. (Phantom gradient: Geng et al. 2021.)
+    rest: what T reads must still be what it was. On a CPU an `AdjointWarning` is issued otherwise; on a GPU that
+    would cost a host sync. (Phantom gradient: Geng et al. 2021.)
     """
 
     steps: int = 1
@@ -43,8 +46,39 @@ class Unroll:
                 return value
             return map_leaves(lambda a, b: torch.lerp(b.to(a.dtype), a, self.damping), z, value)
 
-        for _ in range(self.steps):
+        for number in range(1, self.steps + 1):
             # T gets z in the type of z*, also where autocast made its output a shorter one.
             given = (map_leaves(lambda a, b: b.to(a.dtype), z_star, z), *inputs)
-            z = checkpoint(step, *given, use_reentrant=False) if keep else step(*given)
+            if not keep:
+                z = step(*given)
+            elif number == self.steps and not torch.compiler.is_compiling() and leaves(z)[0].is_cpu:
+                z = _last(step, given, Space.of(z_star, coupled=coupled))
+            else:
+                z = checkpoint(step, *given, use_reentrant=False)
         return z
+
+
+def _last(step: Map, given: tuple[Any, ...], space: Space) -> Latent:
+    """Return step(*given), checkpointed. The backward pass, which begins here, warns if it finds another value.
+
+    It does not where the value was written to meanwhile, as by an in-place activation.
+    """
+    first: list[tuple[Latent, list[int]]] = []
+    eps = rounding(space)
+
+    def watched(*given: Any) -> Latent:
+        value = step(*given)
+        if not first:
+            first.append((detach(value), _versions(value)))
+            return value
+        was, written = first[0]
+        if _versions(was) == written and is_other(detach(value), was, space, eps):
+            warn_user(CHANGED, AdjointWarning)
+        return value
+
+    with set_checkpoint_early_stop(False):  # so that the value is computed again, and not only what autograd saved
+        return checkpoint(watched, *given, use_reentrant=False)
+
+
+def _versions(value: Latent) -> list[int]:
+    return [leaf._version for leaf in leaves(value)]

@@ -22,7 +22,7 @@ class ConvergenceWarning(RuntimeWarning):
 
 
 class AdjointWarning(RuntimeWarning):
-    """The gradient of `Implicit` is not exact: its equation missed the tolerance, or T changed before it."""
+    """The gradient is not exact: the equation of `Implicit` missed its tolerance, or T changed in between."""
 
 
 def warn_user(text: str, category: type[Warning]) -> None:
