@@ -27,7 +27,7 @@ def evaluate(
     rtol: Annotated[float | None, number(float, "Relative tolerance: eps plus X times the norm of T(u).")] = None,
     norm: Annotated[str | None, option(words.NORMS + ".")] = None,
     max_steps: Annotated[int | None, number(int, "Stop a solve after N steps.")] = None,
-    batch_size: Annotated[int, number(int, "Images at a time; does not change the figures.", show_default=True)] = 400,
+    batch_size: Annotated[int, number(int, "Images at a time; changes no figure.", show_default=True)] = 400,
     precision: Annotated[str | None, option("fp32 | tf32 | bf16.  [the run's]")] = None,
     device: Device = "auto",
     modules: Imports = None,

@@ -89,7 +89,7 @@ class Settings:
     schedule: Schedule = setting(Constant(), f"Learning rate over time: {words.SCHEDULES}.")
     label_smoothing: float = setting(0.0, "Label smoothing, as in nn.CrossEntropyLoss.", below=1)
     clip: float | None = setting(None, "Clip the norm of the gradient at X.")
-    ema: float | None = setting(None, "Average the weights with decay X (EMA), and evaluate the averages.", below=1)
+    ema: float | None = setting(None, "Average the weights with decay X (EMA) and evaluate these.", below=1)
     precision: str = setting("fp32", "fp32 | tf32 | bf16.  [fp32]", choices=("fp32", "tf32", "bf16"))
     pretrain: int = setting(0, "The first N steps unroll R ten times instead of solving.  [0]")
     tune: bool = setting(False, "Let modules choose their step size during training.")
@@ -101,7 +101,7 @@ class Settings:
     correction_steps: tuple[int, ...] = setting((2, 5), "The steps of these iterates.  [2,5]", "N,N")
 
     device: str = setting("auto", "auto | cpu | cuda | cuda:N.  [auto]")
-    threads: int | None = setting(None, "CPU threads. Another number gives other rounding errors.", least=1, most=1024)
+    threads: int | None = setting(None, "CPU threads. The number changes rounding errors.", least=1, most=1024)
     fast: bool = setting(True, "CUDA graphs on a GPU, channels_last on a CPU.  [on]")
     compile: bool = setting(False, "torch.compile Q, R and S on a GPU.  [off]")
     sharded: bool = setting(False, "With torchrun: shard the weights over the GPUs (FSDP2).  [off]")
