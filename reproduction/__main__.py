@@ -10,10 +10,18 @@ from typing import Any
 # What needs torch is imported in functions: --help does without.
 
 # Modules of this package, in the order of the report; study.py describes what they offer.
-STUDIES = (
-    *("table1", "rivals", "table2", "neumann", "accelerate"),  # they train
-    *("memory", "toy", "contraction", "theory", "authors"),
-)
+STUDIES = {
+    "table1": "accuracy of JFB and explicit networks (the first table)",
+    "rivals": "Neural ODEs, monotone networks and multiscale DEQs",
+    "table2": "time and accuracy against Jacobian-based training (the second table)",
+    "neumann": "training time by order of the Neumann series",
+    "accelerate": "training with Anderson and Broyden",
+    "memory": "memory and time of a step by depth",
+    "toy": "the toy example y = d + y^5",
+    "contraction": "does T contract during training?",
+    "theory": "Lemma, Theorem and Corollary on trained weights",
+    "authors": "the authors' SVHN weights in our network",
+}
 QUICK = Path("runs/quick")
 STUDY = """\
 Train or compute what the study needs and its records lack, write the records, and print its table.
@@ -56,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     for name in (*STUDIES, "all"):
-        text = "all studies, then the report" if name == "all" else f"the study {name}"
+        text = STUDIES.get(name, "all studies, then the report")
         study = add(name, text, STUDY, runs)
         study.add_argument("--quick", action="store_true", help="on digits, on a CPU, in minutes")
     report = add("report", "write docs/reproduction.md from the records", "Write the pages and figures.")
@@ -101,7 +109,7 @@ def _study(given: argparse.Namespace) -> None:
     options, studies = _options(given), _modules()
     if given.command == "report" and not any(options.records.glob("*.jsonl")):
         raise ValueError(f"expected records (.jsonl files) in the folder {options.records}; see `collect --help`")
-    for name in {"all": STUDIES, "report": ()}.get(given.command, (given.command,)):
+    for name in {"all": (*STUDIES,), "report": ()}.get(given.command, (given.command,)):
         options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
         options.say(studies[name].values(studies[name].run(options))["table"] + "\n")
     if given.command in ("all", "report"):

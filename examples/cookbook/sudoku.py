@@ -1,8 +1,8 @@
-"""A looped reasoner on 4 x 4 Sudoku, and the gradient dial: JFB, Neumann, Unroll, Implicit at equal compute.
+"""A recursive network on 4 x 4 Sudoku: JFB, Neumann, Unroll and Implicit at equal compute.
 
 The latent holds a vector per cell; R lets every cell look at its row, its column and its box, and is repeated
 twelve times. Every mode gets the same budget, counted in evaluations of R and products with its
-Jacobian, which cost about the same; a costlier gradient so takes fewer training steps.
+Jacobian, which cost about the same. So a costlier gradient leaves fewer training steps.
 
     python -m examples.cookbook.sudoku
 """

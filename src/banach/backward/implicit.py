@@ -32,7 +32,7 @@ class Implicit:
     In a captured training step the loop runs on the device. There all get g if any row of w is worse than g, and
     nothing warns.
 
-    A backward pass evaluates T again, so what T reads must still be what it was. A change in place of an input,
+    A backward pass evaluates T again, so what T reads must not change before it. A change in place of an input,
     of `Solution.value`, or of a parameter of a network's R, is refused. A plain function is evaluated with the
     variables around it as they were. Products with J come from torch.func. Where T holds what that refuses (an
     LSTM, a full backward hook, a CSR matrix) they come from plain autograd, and a hook is called once per product.

@@ -9,7 +9,7 @@ from banach.solve import Map
 
 @dataclass(frozen=True)
 class JFB:
-    """w = g: the zeroth term of the Neumann series.
+    """Backpropagation through one evaluation of T at z*: w = g, the zeroth term of the Neumann series.
 
     A descent direction when T contracts and dT/dtheta is well conditioned (the paper's Theorem; measure
     it with `banach.descent_check`). Costs one backward pass through T, whatever the depth.

@@ -30,7 +30,7 @@ class Mode(Protocol):
     """
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
-        """T(z_star, *inputs), carrying a gradient to everything T reads but z_star."""
+        """Return T(z_star, *inputs) with a gradient for everything that T reads but z_star."""
 
 
 class Unchanged:

@@ -16,12 +16,12 @@ from banach.solve.warning import AdjointWarning, warn_user
 
 @dataclass(frozen=True)
 class Unroll:
-    """K times z <- d z + (1 - d) T(z) from z*, recorded; the value is the K-th iterate.
+    """Backpropagation through K steps z <- d z + (1 - d) T(z) from z*; the value is the K-th iterate.
 
     From an exact fixed point, undamped, K steps give Neumann(K - 1). Started at z0 with `max_steps=0` it is
     ordinary backpropagation through K steps. `checkpoint=True` keeps one latent per step and recomputes the
-    rest: what T reads must still be what it was. On a CPU an `AdjointWarning` is issued otherwise; on a GPU that
-    would cost a host sync. (Phantom gradient: Geng et al. 2021.)
+    rest, so what T reads must not change before that. On a CPU an `AdjointWarning` reports such a change; on a
+    GPU that would cost a host sync. (Phantom gradient: Geng et al. 2021.)
     """
 
     steps: int = 1

@@ -43,7 +43,8 @@ def _describe(model: Model) -> None:
     console.print(f"{model.name}: {model.description}")
     console.print(f"images {_by(model.image)}, {model.classes} classes, latent {_latent(model, net) or '-'}")
     console.print(f"parameters: {sizes}\n")
-    settings = {one.name: one.name for one in dataclasses.fields(Recipe)} | {"momentum": "momentum (- is Adam)"}
+    settings = {one.name: one.name for one in dataclasses.fields(Recipe)}
+    settings |= {"momentum": "momentum (- is Adam)", "augment": "augment (cifar10 only)"}
     values = [(said, *(getattr(one, name) for one in model.recipes.values())) for name, said in settings.items()]
     console.print(table("Recipes, the default one first", ("setting", *model.recipes), values))
     console.print(f"\nLayers:\n{net}\n\nTrain it: banach train --model {model.name} --data NAME")

@@ -75,7 +75,7 @@ def train(
 ) -> int:
     """Train an implicit network; the test set is read once, at the end.
 
-    Settings: the recipe of the model, then --config, then flags.
+    Settings are those of the model's recipe (banach models NAME), then of --config, then flags.
     """
     if resume is None:
         made, settings = None, recorded(Settings.choose(flags, config), modules)

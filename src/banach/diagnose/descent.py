@@ -86,7 +86,7 @@ def descent_checks(
     exact: Mode | None = None,
     tolerance: Tolerance | None = None,
 ) -> tuple[Descent, ...]:
-    """Do `descent_check` for several modes, with one fixed point and one exact gradient, which cost most.
+    """Run `descent_check` for several modes; they share the fixed point and the exact gradient, which cost most.
 
     Args:
         modes: the cheap modes.

@@ -66,7 +66,7 @@ def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
-    """Do `banach.solve.mixes_samples`, a module T on copies of its buffers."""
+    """Return `banach.solve.mixes_samples(...)`; if T is a module, it runs on copies of its buffers."""
     with undisturbed():
         return mixing.mixes_samples(unchanging(T), plain(z), plain(inputs))
 

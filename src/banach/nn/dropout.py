@@ -33,23 +33,23 @@ class _OneMask:
 
 
 class Dropout(_OneMask, nn.Dropout):
-    """`torch.nn.Dropout` with one mask per pass."""
+    """`torch.nn.Dropout` with one mask per forward pass, for its solve and its gradient."""
 
 
 class Dropout1d(_OneMask, nn.Dropout1d):
-    """`torch.nn.Dropout1d` with one mask per pass."""
+    """`torch.nn.Dropout1d` with one mask per forward pass, for its solve and its gradient."""
 
     spatial = 1
 
 
 class Dropout2d(_OneMask, nn.Dropout2d):
-    """`torch.nn.Dropout2d` with one mask per pass."""
+    """`torch.nn.Dropout2d` with one mask per forward pass, for its solve and its gradient."""
 
     spatial = 2
 
 
 class Dropout3d(_OneMask, nn.Dropout3d):
-    """`torch.nn.Dropout3d` with one mask per pass."""
+    """`torch.nn.Dropout3d` with one mask per forward pass, for its solve and its gradient."""
 
     spatial = 3
 

@@ -14,13 +14,12 @@ from banach.solve.solver import Memory, Point
 class Anderson:
     """z <- z + b r - (dZ + b dR) c,  c = argmin |r - dR c|,  b = 1 - damping.
 
-    dZ and dR hold the last `memory` differences of z and of r = T(z) - z. The Gram matrix dR' dR gains one
-    row per step. Differences rather than raw residuals, since the Gram matrix of nearly equal residuals
-    loses its digits. A sample takes a Picard step where the fit cannot be trusted: coefficients beyond
-    `bound` (infinity: none is too large), a singular history, a residual that has grown beyond `growth` times
-    its least, or no new least in `patience` evaluations (without which it can circle for ever on a ReLU map
-    that Picard solves). `ridge` lifts the diagonal, relative to itself; None: ten roundings of the dtype.
-    (Anderson 1965; Walker and Ni 2011.)
+    dZ and dR hold the last `memory` differences of z and of r = T(z) - z. (Differences, since the Gram matrix of
+    nearly equal residuals loses its digits.) `ridge` lifts the diagonal of dR' dR, relative to itself; None: ten
+    roundings of the dtype. A sample takes a Picard step where the fit cannot be trusted: a coefficient is beyond
+    `bound` (infinity: none is too large), the history is singular, the residual is beyond `growth` times its
+    least, or there was no new least in `patience` evaluations. (Without that it can circle for ever on a ReLU map
+    that Picard solves.) (Anderson 1965; Walker and Ni 2011.)
     """
 
     memory: int = 5

@@ -13,11 +13,11 @@ from banach.solve.solver import Memory, Point
 class Broyden:
     """z <- z - H r,  H ~ (J - I)^-1 = -I + U V', one rank more per step.
 
-    After `memory` ranks H starts again from -I, so memory and time per step are bounded whatever the number
-    of steps. (Overwriting the oldest rank instead was measured: it diverges on a symmetric map of
-    contraction .95 that this solves in a sixth of Picard's steps.) A rank whose denominator vanishes is
-    skipped; a sample whose residual has grown beyond `growth` times its least, or is `patience` evaluations
-    past it, forgets its ranks and takes a Picard step. (Broyden 1965; Kelley 1995.)
+    After `memory` ranks H starts again from -I, so memory and time per step are bounded. (Overwriting the oldest
+    rank instead diverges on a symmetric map of contraction .95 that this solves in a sixth of Picard's steps.) A
+    rank whose denominator vanishes is skipped. A sample whose residual is beyond `growth` times its least, or had
+    no new least in `patience` evaluations, forgets its ranks and takes a Picard step.
+    (Broyden 1965; Kelley 1995.)
     """
 
     memory: int = 10

@@ -42,12 +42,12 @@ class NotConverged(RuntimeError):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution:
-    """After n steps `value` is z_n and `residual` is the norm of T(z_{n-1}) - z_{n-1}, per sample.
+    """What a solve found. Per sample: `value`, `residual`, `steps`, and bools such as `converged`, `diverged`.
 
-    Where a sample `diverged` (its residual ended above 10 times its least one) or is `nonfinite`, `value` is its
-    best iterate and `residual` the least one; in captured steps with `plan.fused_step` they are the last ones and
-    may be NaN. `fault` is what host checks found to be wrong with T, or None. The tensors stay on the device and
-    cost no host sync; `status`, `trace`, `summary()` and `print` sync with the host.
+    After n steps `value` is z_n and `residual` the norm of T(z_{n-1}) - z_{n-1}. Where a sample `diverged` (its
+    residual ended above 10 times its least) or is `nonfinite`, both are those of its best iterate; in captured
+    steps with `plan.fused_step` of its last one, which may be NaN. `fault` is what host checks found wrong with T,
+    or None. Tensors stay on the device; `status`, `trace`, `summary()` and `print` sync with the host.
     """
 
     value: Latent

@@ -37,7 +37,7 @@ class Solver(Protocol):
     """
 
     def start(self, z: Tensor) -> Memory:
-        """The memory before the first evaluation."""
+        """Return the memory before the first evaluation."""
 
     def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
-        """The next z, and the memory that goes with it."""
+        """Return the next z, and the memory that goes with it."""

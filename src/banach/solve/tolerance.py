@@ -18,10 +18,10 @@ class Norm(Protocol):
     """
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
-        """(samples,): the norm of every row up to the constant factor `scale`."""
+        """Return (samples,), the norm of every row up to the constant factor `scale`."""
 
     def scale(self, space: Space) -> float:
-        """The factor that turns `measure` into the norm."""
+        """Return the factor that turns `measure` into the norm."""
         return 1.0
 
 
@@ -59,7 +59,7 @@ class Tolerance:
     """A sample has converged when its residual is finite and at most `atol + rtol * norm(T(z))`.
 
     Args:
-        atol: absolute tolerance.
+        atol: absolute tolerance; the default suits latents whose entries are about 1.
         rtol: tolerance relative to the norm of T(z). Rescale float32 latents below 1e-20: their norm is 0.
         max_steps: evaluations of T at most; 0 evaluates nothing.
         norm: `RMS()`, `Euclidean()` or `WorstPixel()`.
