@@ -4,6 +4,7 @@ import copy
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from banach.fast import Extras, TrainStep
 from banach.fast.capture import HeldFixed
 from banach.fast.plan import MAY_CHANGE
 from banach.fast.step import GivenBatches, at_least_fp32
+from banach.nn import MonotoneLinear, PeacemanRachford
 from fast.simulated import EagerGraphs, digits, images, simulate_gpu
 from networks import conv_network
 from train.parts_train import plain_network, same_weights
@@ -386,6 +388,11 @@ class Trained:
     def load(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
+    def load_another_rate(self) -> None:
+        saved = copy.deepcopy(self.optimizer.state_dict())
+        saved["param_groups"][0].update(lr=0.003, weight_decay=0.1)
+        self.optimizer.load_state_dict(saved)
+
     def add(self) -> None:
         self.net.S.register_parameter("added", torch.nn.Parameter(torch.zeros_like(self.extra)))
         self.optimizer.add_param_group({"params": [self.net.S.added], "lr": 0.1})
@@ -404,10 +411,10 @@ class Trained:
         return loss.detach()
 
 
-@pytest.mark.parametrize("change", ["keep", "load", "add", "thaw"])
+@pytest.mark.parametrize("change", ["keep", "load", "load_another_rate", "add", "thaw"])
 def test_a_captured_step_follows_its_optimizer(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays wrote to the state from before it was loaded, warm-ups moved weights of the loss and left moments to
-    weights that were thawed, and another group was an error."""
+    weights that were thawed. Another group, and a rate or option that came with the state, were errors."""
     mine, by_hand, y = Trained(), Trained(), torch.arange(6)
     step = captured(mine.net, mine.optimizer, monkeypatch)
     step.loss = mine.loss
@@ -420,6 +427,47 @@ def test_a_captured_step_follows_its_optimizer(change: str, monkeypatch: pytest.
     assert step.plan.graph
     torch.testing.assert_close(mine.net.state_dict(), by_hand.net.state_dict())
     torch.testing.assert_close(mine.extra, by_hand.extra)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_capture_keeps_no_gradient_of_its_warm_up(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays added to those of weights that the optimizer lacks: in memory that `net.zero_grad()` frees and, with
+    weights in bf16, that the capture itself had freed."""
+    simulate_gpu(monkeypatch, kernels=False)
+    net, d, y = conv_network(gamma=0.15), networks.images(6), torch.arange(6)
+    step = TrainStep(net, torch.optim.SGD(net.S.parameters(), lr=0.0), F.cross_entropy, bf16=bf16)
+    for _ in range(3):
+        step(d, y)
+    got = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        output = net(d)
+    F.cross_entropy(output.float(), y).backward()
+    for one, p in zip(got, net.parameters(), strict=True):
+        assert p.grad is not None
+        assert float((one - p.grad).norm()) <= (3e-2 if bf16 else 1e-5) * float(p.grad.norm())
+
+
+def test_a_replay_counts_as_a_change_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch does not see what a CUDA graph writes to: a monotone network used the inverse of before the replay
+    for the same v, and autograd took saved weights for unchanged. Both were silent."""
+    simulate_gpu(monkeypatch, kernels=False)
+    R, d, y = PeacemanRachford(MonotoneLinear(4), 1.0), torch.randn(6, 4), torch.arange(6) % 3
+    net = ImplicitNetwork(lambda d: d, R, torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 3)))
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.0), F.cross_entropy)
+    step(d, y)
+
+    def replay() -> Any:
+        for p in net.parameters():
+            p.data.mul_(1.5)  # unseen, as by a graph
+        return torch.zeros(()), None
+
+    loss = net(d).sum()
+    step._recording = SimpleNamespace(replay=replay)
+    step(d, y)
+    torch.testing.assert_close(net(d), copy.deepcopy(net)(d))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_gradients_that_the_optimizer_does_not_use_are_not_clipped() -> None:

@@ -367,6 +367,26 @@ def test_parts_of_a_batch_in_bf16_add_their_gradients_in_fp32() -> None:
     assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-2
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradients_of_other_weights_may_be_dropped(bf16: bool) -> None:
+    """Replays wrote to the memory of gradients of the warm-up, of weights that the optimizer lacks."""
+    net, (d, y) = own_network(torch.float32), batch(0)
+    step = TrainStep(net, torch.optim.SGD(net.S.parameters(), lr=0.0), F.cross_entropy, bf16=bf16)
+    losses, weights = [float(step(d.float(), y))], [*net.Q.parameters(), *net.R.parameters()]
+    first = gradients(net)
+    for _ in range(3):
+        losses.append(float(step(d.float(), y)))
+        torch.testing.assert_close(gradients(net), first, rtol=1e-4, atol=1e-6)
+    sizes = [p.numel() for p in weights]
+    net.zero_grad()
+    torch.cuda.empty_cache()
+    instead = [torch.zeros(size, device="cuda") for size in sizes for _ in range(100)]
+    losses += [float(step(d.float(), y)) for _ in range(3)]
+    assert not any(bool(one.any()) for one in instead)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
+    assert step.reason is None
+
+
 # A program that cannot be captured is refused, and nothing else is harmed by the attempt.
 
 

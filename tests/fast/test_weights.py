@@ -18,7 +18,7 @@ from banach.fast.network import (
     WindowConv2d,
     with_kernels,
 )
-from banach.fast.plan import convolves_in_tf32
+from banach.fast.plan import arithmetic, convolves_in_tf32
 from fast.simulated import digits, images
 from problems import normal
 
@@ -169,6 +169,25 @@ def test_tf32_is_read_from_the_new_flags() -> None:
         assert convolves_in_tf32()
     finally:
         conv.fp32_precision = before
+
+
+@pytest.mark.parametrize("given", ["ieee", "tf32"])
+def test_a_run_sets_tf32_where_the_new_flags_were_set(given: str) -> None:
+    """Reading the old flag to put it back was an error of PyTorch: no run began on a GPU, and no evaluation."""
+    cudnn: Any = torch.backends.cudnn
+    flags: Any = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    before = [flag.fp32_precision for flag in flags]
+    try:
+        flags[0].fp32_precision, flags[1].fp32_precision = "tf32", given
+        wanted = [flag.fp32_precision for flag in flags]
+        for precision, inside in {"fp32": "ieee", "tf32": "tf32", "bf16": "ieee"}.items():
+            with arithmetic(precision, torch.device("cuda")):
+                assert [flag.fp32_precision for flag in flags] == [inside] * 3
+                assert convolves_in_tf32() == (inside == "tf32")
+            assert [flag.fp32_precision for flag in flags] == wanted
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.fp32_precision = value
 
 
 def test_channels_last_stays_through_the_network() -> None:

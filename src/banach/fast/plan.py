@@ -170,8 +170,13 @@ def arithmetic(
 
     `search` lets cuDNN try its algorithms, which pays where shapes repeat; None: as it is.
     """
-    matmul, cudnn, tf32 = torch.backends.cuda.matmul, torch.backends.cudnn, precision == "tf32"
-    changes = [(matmul, "allow_tf32", tf32), (cudnn, "allow_tf32", tf32)]
+    backends: Any = torch.backends
+    matmul, cudnn, tf32 = backends.cuda.matmul, backends.cudnn, precision == "tf32"
+    changes: list[Any] = [(matmul, "allow_tf32", tf32), (cudnn, "allow_tf32", tf32)]
+    try:
+        any([matmul.allow_tf32, cudnn.allow_tf32])
+    except RuntimeError:  # the new flags were set, and PyTorch refuses the old ones
+        changes = [(one, "fp32_precision", "tf32" if tf32 else "ieee") for one in (matmul, cudnn.conv, cudnn.rnn)]
     if search is not None:
         changes.append((cudnn, "benchmark", search))
     return assigned(changes if device.type == "cuda" else [])

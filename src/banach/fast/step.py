@@ -136,9 +136,11 @@ class TrainStep:
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
         if targets.shape[:1] == (0,):
             raise ValueError("targets need a batch axis of at least one sample, got none; leave that batch out")
+        given = cast(GivenBatches, self.feed)
         if self.outdated:
             self._make_plan()
-        cast(GivenBatches, self.feed).take((*d, targets), captured=bool(self.plan.graph))
+            given.kept = ()  # other shapes and options may be captured now
+        given.take((*d, targets), captured=bool(self.plan.graph))
         return self.run()
 
     def _make_plan(self) -> None:
@@ -195,6 +197,7 @@ class TrainStep:
             loss, self.reached = self._body(captured=False)
             return loss
         loss, found = self._recording.replay()
+        torch.autograd.graph.increment_version(self._weights())  # which autograd has not seen
         # Another object for every step: numbers of a Solution are kept once they have been read.
         self.reached = None if found is None else found.changed(value=())
         return loss
@@ -212,6 +215,7 @@ class TrainStep:
             extras.watch.begin()
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
+            self.net.zero_grad(set_to_none=True)  # it must not add to the warm-up's, which may be freed
             self._network.bf16.refresh()
         parts: Any = [batch]
         if extras.accumulate > 1:
@@ -323,7 +327,7 @@ class GivenBatches(Feed):
         self.given = given
         if not captured:
             return
-        if not self.kept or len(self.options) != len(self.optimizer.param_groups):
+        if not self.kept:
             adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
             for group in self.optimizer.param_groups:  # rates become tensors, which a graph reads at every replay
                 rate, device = group["lr"], next((p.device for p in group["params"]), given[0].device)
