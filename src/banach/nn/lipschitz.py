@@ -46,10 +46,9 @@ class Lipschitz(nn.Module):
         self.refine()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2:] != self.shape[2:] and not isinstance(self.layer, nn.Linear):
-            raise ValueError(
-                f"this convolution is bounded on a grid of size={self.shape[2:]}, got one of {tuple(x.shape[2:])}"
-            )
+        grid = self.shape[2:]
+        if x.shape[2:] != grid and not isinstance(self.layer, nn.Linear):
+            raise ValueError(f"expected a grid of size={grid}, on which |A| is known, got {tuple(x.shape[2:])}")
         weight = self.layer.weight
         scaled, directions = once_per_pass(self, weight, lambda: self._scaled(weight))
         if self.training and self.steps:
