@@ -164,8 +164,7 @@ class Remembered:
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
         """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
         with assigned([(module, "training", mode) for module, mode in self.training]):
-            given = {**self.parameters, **buffers}
-            return torch.func.functional_call(self.R, given, (u, v), tie_weights=False)
+            return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v), tie_weights=False)
 
 
 def pass_of(layer: Any) -> Pass | None:
