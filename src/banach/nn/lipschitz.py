@@ -210,7 +210,7 @@ class _Operator:
         """Return the x in the span of orthonormal directions with the largest |A x|. Costs no host sync."""
         with torch.no_grad(), without_autocast(directions.device):
             X = directions.to(self.weight.dtype)
-            Y = _unit(self.forward(X).flatten(1))  # whose squares are numbers
+            Y = _unit(self.forward(X).flatten(1))  # so that no square overflows or vanishes
             gram = Y @ Y.mT
             for _ in range(_SQUARINGS):  # becomes c c', c the leading eigenvector
                 gram = gram / gram.diagonal().sum()

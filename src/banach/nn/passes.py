@@ -124,7 +124,7 @@ class Pass:
 class PlainPass(nullcontext[None]):
     """A pass of an R without masks and buffers: nothing has to be kept, and R is called directly."""
 
-    masks = enter_result = None
+    masks = enter_result = None  # the second is what nullcontext's __init__, which is not called, would set
 
     def __init__(self, R: nn.Module) -> None:
         called = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None and not is_hooked(R)
