@@ -103,6 +103,8 @@ def test_solver_tolerance_and_backward_may_be_assigned() -> None:
     net.tolerance = Tolerance(max_steps=3)
     with pytest.warns(ConvergenceWarning, match="stopped at max_steps"):
         assert net.latent(data())[1].status == (Status.MAX_STEPS,) * 4
+    with pytest.raises(banach.NotConverged, match="max_steps"):
+        net.latent(data(), throw=True)
 
 
 def test_coupling_is_looked_for() -> None:

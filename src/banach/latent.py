@@ -175,7 +175,7 @@ class Space:
     def parts(self, rows: Tensor) -> list[Tensor]:
         """Return the leaves that the rows hold, as views, still in the type of the rows."""
         columns = (rows,) if len(self.shapes) == 1 else rows.split(list(self.sizes), 1)
-        return [self._unflatten(*triple) for triple in zip(columns, self.shapes, self.last, strict=True)]
+        return list(map(self._unflatten, columns, self.shapes, self.last))
 
     def nest(self, rows: Tensor) -> Latent:
         """Return the rows as the user's nest, in the latent's own type."""
@@ -184,16 +184,12 @@ class Space:
         if isinstance(self.template, Tensor):
             return self._unflatten(rows, self.shapes[0], self.last[0])
         # Convolutions would copy columns of a matrix at every use.
-        return rebuild(self.template, [_dense(*pair) for pair in zip(self.parts(rows), self.last, strict=True)])
+        return rebuild(self.template, map(_dense, self.parts(rows), self.last))
 
     def empty(self) -> list[Tensor]:
         """Return leaves of this layout, without gaps in memory and without values."""
-
-        def one(shape: tuple[int, ...], last: bool) -> Tensor:
-            memory = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
-            return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=memory)
-
-        return list(map(one, self.shapes, self.last))
+        columns = [torch.empty(self.samples, n, dtype=self.dtype, device=self.device) for n in self.sizes]
+        return list(map(self._unflatten, columns, self.shapes, self.last))
 
     def resized(self, batch: int) -> "Space":
         """Return the same layout with another number of samples."""

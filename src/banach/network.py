@@ -54,7 +54,7 @@ def fixed_point(
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
     if found.failures:
-        found = warn_unconverged(found, T, tuple(inputs), coupled=coupled)
+        found = warn_unconverged(found, T, tuple(inputs), coupled=coupled, owner=T)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z
 
@@ -79,9 +79,9 @@ def zeros(v: Latent) -> Latent:
     return torch.zeros_like(v) if isinstance(v, Tensor) else map_leaves(torch.zeros_like, v)
 
 
-def is_coupled(net: Any) -> bool:
-    """Return True if the samples of a network share statistics, so that a batch stops as one."""
-    return uses_batch_statistics(net.R) if net.coupled is None else bool(net.coupled)
+def is_coupled(net: Any, layers: list[nn.Module] | None = None) -> bool:
+    """Return True if samples share statistics, so that a batch stops as one. `layers`: those of R that may mix."""
+    return uses_batch_statistics(net.R, layers) if net.coupled is None else bool(net.coupled)
 
 
 class ImplicitNetwork(nn.Module):
@@ -142,16 +142,13 @@ class ImplicitNetwork(nn.Module):
             solution: also return the `Solution`.
             throw: raise `NotConverged` unless every sample converged.
         """
-        u, found = self._latent(d, z0, throw=throw)
+        u, found = self.latent(*d, z0=z0, throw=throw)
         y = self.S(u)
         return (y, found) if solution else y
 
-    def latent(self, *d: Any, z0: Latent | None = None) -> tuple[Latent, Solution]:
+    def latent(self, *d: Any, z0: Latent | None = None, throw: bool = False) -> tuple[Latent, Solution]:
         """Return u = R(u*, Q(*d)) with its gradient, and the `Solution`."""
-        return self._latent(d, z0)
-
-    def _latent(self, d: tuple[Any, ...], z0: Latent | None, *, throw: bool = False) -> tuple[Latent, Solution]:
-        R, mode, coupled = self.R, self.backward, self.coupled
+        R, mode = self.R, self.backward
         _check_mode(mode)
         modules = modules_of(R)
         special = special_layers(modules)
@@ -161,8 +158,7 @@ class ImplicitNetwork(nn.Module):
             check_dropout(R, special)
         v = self.Q(*d)
         leaves(v, "Q(d)")  # refuses None, which is no latent, by this name
-        if coupled is None:
-            coupled = uses_batch_statistics(R, special)
+        coupled = is_coupled(self, special)
         # Modes that record R in the forward pass do not evaluate it in the backward pass.
         later = not (type(mode) in (JFB, Neumann) or (type(mode) is Unroll and not mode.checkpoint))
         this_pass = forward_pass(R, modules, plain=not special, evaluates_later=later)

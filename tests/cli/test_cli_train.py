@@ -223,7 +223,7 @@ def test_advice_follows_the_cause(status: Status, capsys: Any) -> None:
     found = solve(torch.cos, Q, tolerance=Tolerance(max_steps=1)).changed(failures=frozenset([status]))
     with spoken_warnings():
         warnings.simplefilter("always")
-        warn_unconverged(found, torch.cos, (), coupled=False)
+        warn_unconverged(found, torch.cos, (), coupled=False, owner=torch.cos)
     said = capsys.readouterr().err
     assert status.value in said
     assert [one for one, words in advice.items() if words in said] == [status]

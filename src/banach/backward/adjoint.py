@@ -123,7 +123,7 @@ class Problem:
                 true = true.repeat_interleave(space.batch)
             self.mode.report(equation.jacobian.products, true, status)
         missed = {_ENDS[end] for end in np.unique(ends[sound])} - {Status.CONVERGED}
-        if missed and self.mode.checked:
+        if missed and self.tolerance.steps_per_check:
             text = f"the adjoint equation missed its tolerance: {self._advice(missed, equation)}"
             warn_user(text, AdjointWarning)
 

@@ -70,15 +70,11 @@ class Implicit:
             raise TypeError(f"report must be a function of (products, residual, status), got {self.report!r}")
 
     @property
-    def checked(self) -> bool:
-        """Are host checks on? Then w is safeguarded, and an unmet tolerance warns."""
-        return self.tolerance is None or self.tolerance.check_every != 0
-
-    @property
     def syncs_with_host(self) -> bool:
         """Would a captured backward pass sync with the host? NormalCG and solvers loop on the device."""
         own = hasattr(self.method, "solve") and not isinstance(self.method, NormalCG)
-        return (self.checked and own) or self.report is not None
+        checked = self.tolerance is None or self.tolerance.steps_per_check > 0
+        return (checked and own) or self.report is not None
 
     def tolerance_for(self, space: Space) -> Tolerance:
         """Return the tolerance; by default one that the arithmetic of T in this space, as it is now, can meet."""

@@ -61,8 +61,7 @@ def network_map(net: Any, d: Any, z0: Latent | None = None, *, gradient: bool = 
 
 def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:
     """`part` on copies of its buffers; the global random state is put back after every call."""
-    call: Callable[..., Any] = _forked()(partial(on_copies, part))
-    return call
+    return _forked()(partial(on_copies, part))
 
 
 def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
@@ -74,8 +73,7 @@ def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Put the random state back afterwards. Turns inference mode off."""
-    inference = torch.is_inference_mode_enabled()
-    with _forked(), torch.inference_mode(False) if inference else nullcontext():
+    with _forked(), torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         yield
 
 

@@ -92,7 +92,8 @@ class CompiledNetwork:
         y, found = self._run(d, z0, solution=solution)
         self._made_for = self._made_for or self._held()
         if found.failures and not solution:
-            warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
+            # `coupled`: its samples are independent, so R is not probed.
+            warn_unconverged(found, self.fast.R, (), coupled=True, owner=self.fast.R)
         return (y, found) if solution else y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, solution: bool) -> tuple[Any, Solution]:

@@ -144,8 +144,7 @@ def watch_over(R: Any) -> AbstractContextManager[Any]:
     """
     if is_compiling() or not isinstance(R, nn.Module) or not R.training or R in _quiet:
         return nullcontext()
-    modules: list[Any] = list(R.modules())
-    compiled = any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules)
+    compiled = any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in R.modules())
     return nullcontext() if compiled else Watch(R)
 
 

@@ -46,10 +46,9 @@ class Lipschitz(nn.Module):
         self.refine()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2:] != self.shape[2:] and not isinstance(self.layer, nn.Linear):
-            raise ValueError(
-                f"this convolution is bounded on a grid of size={self.shape[2:]}, got one of {tuple(x.shape[2:])}"
-            )
+        grid = self.shape[2:]
+        if x.shape[2:] != grid and not isinstance(self.layer, nn.Linear):
+            raise ValueError(f"expected a grid of size={grid}, on which |A| is known, got {tuple(x.shape[2:])}")
         weight = self.layer.weight
         scaled, directions = once_per_pass(self, weight, lambda: self._scaled(weight))
         if self.training and self.steps:
@@ -211,7 +210,7 @@ class _Operator:
         """Return the x in the span of orthonormal directions with the largest |A x|. Costs no host sync."""
         with torch.no_grad(), without_autocast(directions.device):
             X = directions.to(self.weight.dtype)
-            Y = _unit(self.forward(X).flatten(1))  # whose squares are numbers
+            Y = _unit(self.forward(X).flatten(1))  # so that no square overflows or vanishes
             gram = Y @ Y.mT
             for _ in range(_SQUARINGS):  # becomes c c', c the leading eigenvector
                 gram = gram / gram.diagonal().sum()

@@ -124,7 +124,7 @@ class Pass:
 class PlainPass(nullcontext[None]):
     """A pass of an R without masks and buffers: nothing has to be kept, and R is called directly."""
 
-    masks = enter_result = None
+    masks = enter_result = None  # the second is what nullcontext's __init__, which is not called, would set
 
     def __init__(self, R: nn.Module) -> None:
         called = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None and not is_hooked(R)
@@ -164,8 +164,7 @@ class Remembered:
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
         """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
         with assigned([(module, "training", mode) for module, mode in self.training]):
-            given = {**self.parameters, **buffers}
-            return torch.func.functional_call(self.R, given, (u, v), tie_weights=False)
+            return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v), tie_weights=False)
 
 
 def pass_of(layer: Any) -> Pass | None:

@@ -159,5 +159,4 @@ def device_loop() -> Loop | None:
 
 def device_inverse(M: Tensor) -> Tensor | None:
     """Return the inverses that the capture or warm-up of this thread computes, None if it does not."""
-    invert: Callable[[Tensor], Tensor | None] = _current.invert
-    return invert(M)
+    return _current.invert(M)

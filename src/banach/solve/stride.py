@@ -6,7 +6,6 @@ them. It needs finite residuals and no sample that may have stalled. Otherwise t
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -140,12 +139,16 @@ def _evaluate(run: SolveRun, memory: Tensor, k: int, steps: int) -> tuple[int, T
     values, differences, space = rows[-2 * steps : -steps], rows[-steps:], run.space
     sizes, norms = [], []
     several = len(space.shapes) > 1 and not (space.coupled or damping) and space.dtype == memory.dtype
-    evaluate = _by_leaves(run, rows[0], k) if several else partial(_by_rows, run)
+    write: Callable[[Tensor], None] | None = None
     by_pixels = type(run.tolerance.norm) is WorstPixel and space.coupled and len(space.shapes) > 1
     together = rows[0].nbytes <= LARGE and not by_pixels
     for j in range(steps):
         try:
-            evaluate(rows[j], values[j], first=not k and not j)
+            if several and (k or j):
+                write = write or _by_leaves(run, rows[j])
+                write(values[j])
+            else:  # a copy, since T may write its next value into the same memory
+                values[j].copy_(run.evaluate(rows[j], first=not k and not j))
         except Exception:  # T need not be defined where a sample is only because it has moved on
             if not j:
                 raise
@@ -170,13 +173,8 @@ def _norms(run: SolveRun, memory: Tensor, steps: int) -> Tensor:
     return run.measure(rows, space)
 
 
-def _by_rows(run: SolveRun, z: Tensor, out: Tensor, *, first: bool) -> None:
-    """Write the rows of T(z): a copy, since T may write its next value into the same memory."""
-    out.copy_(run.evaluate(z, first=first))
-
-
-def _by_leaves(run: SolveRun, z: Tensor, k: int) -> Callable[..., None]:
-    """Return `_by_rows` for one iterate of a nest after the other, from z on.
+def _by_leaves(run: SolveRun, z: Tensor) -> Callable[[Tensor], None]:
+    """Return a function that writes the rows of the next iterate of a nest: T(z), then T of that, and so on.
 
     Leaves have memory of their own, in turn one of two, so that T gets them without a copy.
     """
@@ -187,18 +185,14 @@ def _by_leaves(run: SolveRun, z: Tensor, k: int) -> Callable[..., None]:
         for leaf, part in zip(turns[0][0], parts, strict=True):
             leaf.copy_(part)
 
-    def evaluate(z: Tensor, out: Tensor, *, first: bool) -> None:
-        if first:
-            parts = space.parts(run.evaluate(z, first=True))
-        else:
-            parts = space.check(run.T(rebuild(space.template, turns[0][0]), *run.inputs))
+    def write(out: Tensor) -> None:
+        parts = space.check(run.T(rebuild(space.template, turns[0][0]), *run.inputs))
         turns.reverse()
         keep(parts)
         torch.cat(turns[0][1], 1, out=out)
 
-    if k:
-        keep(space.parts(z))
-    return evaluate
+    keep(space.parts(z))
+    return write
 
 
 def _as_one(above: Array, residual: Array, excess: Array, least: Array) -> int:

@@ -46,18 +46,15 @@ def _warn(text: str, category: type[Warning]) -> None:
 _independent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def warn_unconverged(
-    found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
-) -> Solution:
+def warn_unconverged(found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any) -> Solution:
     """Warn that host checks saw samples that did not converge, `found.failures`, in constant words.
 
     If T mixes samples, Picard is wrong only after one has frozen, and `solve` tests for that. Other solvers can
-    fail before, so T is probed here, once. `owner`: T's R, where T is made for one pass.
+    fail before, so T is probed here, once for every `owner`: T, or its R where T is made for one pass.
 
     Returns:
         The solution, with the fault that the probe found.
     """
-    owner = T if owner is None else owner
     if not (found.fault or coupled or type(found.solver) is Picard or id(owner) in _independent):
         found = found.changed(fault=probe(T, found.value, inputs))
         with suppress(TypeError):  # an owner that cannot be referenced weakly
