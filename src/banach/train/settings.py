@@ -288,7 +288,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, a number of 5,000 digits
-        raise ValueError(f"the settings file {path} is not TOML, or not of settings: {error}") from None
+        raise ValueError(f"the settings file {path} is not a TOML file of settings: {error}") from None
     return {nearest(f"setting in {path}", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
 
 
