@@ -160,7 +160,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"z0": OTHER.double().to("meta")}, TypeError, "got torch.float64 on meta, expected"),
     ({"R": torch.add}, {"z0": OTHER}, TypeError, r"z0.to\(dtype, device\)"),
     ({}, {"z0": OTHER[:3].double()}, ValueError, r"got Q\(d\) of shape \(4, 6\) and z0 of \[\(3, 6\)\]"),
-    ({"R": lambda u, v: v[:, 1:]}, {}, ValueError, r"T must keep the shape .*: \(4, 6\) became \(4, 5\)"),
+    ({"R": lambda u, v: v[:, 1:]}, {}, ValueError, r"T must keep the shape .*: expected \(4, 6\), got \(4, 5\)"),
     ({"Q": lambda x: (x, None), "start": lambda v: v[0]}, {}, TypeError, r"Q\(d\) must be a .* got NoneType"),
     ({"slover": Anderson()}, {}, TypeError, "unexpected keyword argument 'slover'"),
     ({"Q": 3}, {}, TypeError, "Q must be a module or a function, got int"),

@@ -44,7 +44,7 @@ def leaves_like(template: Latent, nest: Latent, what: str) -> list[Tensor]:
     elif isinstance(nest, (tuple, list)) and len(nest) == len(template):
         pairs = zip(template, nest, strict=True)
         return [leaf for a, b in pairs for leaf in leaves_like(a, b, what)]
-    raise TypeError(f"{what} must keep the structure of z0: {outline(template)} became {outline(nest)}")
+    raise TypeError(f"{what} must keep the structure of z0: expected {outline(template)}, got {outline(nest)}")
 
 
 def rebuild(template: Latent, parts: Iterable[Tensor]) -> Latent:
@@ -213,13 +213,14 @@ class Space:
 
     def _check_same(self, leaf: Tensor, shape: tuple[int, ...], what: str) -> None:
         if leaf.shape != shape:
-            raise ValueError(f"{what} must keep the shape of its input: {shape} became {tuple(leaf.shape)}")
+            got = f"expected {shape}, got {tuple(leaf.shape)}; change it, or the shape of z0"
+            raise ValueError(f"{what} must keep the shape of its input: {got}")
         if leaf.dtype != self.dtype and not (self.autocast and leaf.is_floating_point()):
             new = _name(leaf.dtype)
-            text = f"{what} must keep the dtype of its input: {_name(self.dtype)} became {new}"
+            text = f"{what} must keep the dtype of its input: expected {_name(self.dtype)}, got {new}"
             raise TypeError(f"{text}; give z0 in {new}" if leaf.is_floating_point() else text)
         if leaf.device != self.device:
-            text = f"{what} must keep the device of its input: {self.device} became {leaf.device}"
+            text = f"{what} must keep the device of its input: expected {self.device}, got {leaf.device}"
             raise ValueError(f"{text}; put z0 on {leaf.device}")
 
 

@@ -54,7 +54,8 @@ def fixed_point(
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
     if found.failures:
-        found = warn_unconverged(found, T, tuple(inputs), coupled=coupled, owner=T)
+        owner = getattr(T, "__code__", T)  # a lambda is a new function in every turn of a loop
+        found = warn_unconverged(found, T, tuple(inputs), coupled=coupled, owner=owner)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z
 

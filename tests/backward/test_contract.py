@@ -130,9 +130,9 @@ def test_settings_are_frozen_equal_by_value_and_travel(thing: Any) -> None:
 def test_implicit_refuses_a_map_that_changes_its_input() -> None:
     """At once, rather than in the backward pass. (Without `solve` before it nobody else looks.)"""
     W = torch.ones(3, 1, requires_grad=True)
-    with pytest.raises(ValueError, match=r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"T must keep the shape of its input: expected \(2, 3\), got \(2, 1\)"):
         Implicit().attach(lambda z: z @ W, torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="T must keep the dtype of its input: float32 became float64"):
+    with pytest.raises(TypeError, match="T must keep the dtype of its input: expected float32, got float64"):
         Implicit().attach(lambda z: z.double() * W.double().sum(), torch.zeros(2, 3))
     with pytest.raises(TypeError, match="T must keep the structure of z0"):
         Implicit().attach(lambda z: (z * W.sum(),), torch.zeros(2, 3))

@@ -32,7 +32,7 @@ from cli.conftest import refused
         (["train", "--epochs", "1" + "0" * 400], "epochs must be a whole number"),
         (["train", "--subset", "5000"], "at most the 1,257 training images"),
         (["train", "--config", "none.toml"], "none.toml cannot be read"),
-        (["train", "--resume", "nowhere"], "there is no run in nowhere"),
+        (["train", "--resume", "nowhere"], "no run in nowhere (settings.json: No such file or directory); give"),
         (["train", "--resume", "nowhere", "--out", "there"], "its settings already; leave out --out and --config"),
         (["train", "--resume"], "'--resume' requires an argument"),
         (["train", "--device", "cuda:77"], "there is no cuda:77 here"),
@@ -63,7 +63,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], said: s
 )
 def test_hostile_settings_files(content: str, capsys: Any) -> None:
     Path("s.toml").write_text(content)
-    refused(["train", "--config", "s.toml"], capsys, "the settings file s.toml is not TOML, or not of settings")
+    refused(["train", "--config", "s.toml"], capsys, "the settings file s.toml is not a TOML file of settings")
     assert not Path("runs").exists()
 
 

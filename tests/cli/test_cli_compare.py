@@ -102,7 +102,7 @@ def test_no_word_is_cut_on_a_narrow_console(count: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "nowhere"], "there is no run in nowhere"),
+        (["run", "nowhere"], "no run in nowhere"),
         (["run", "--out", "thesis.png"], "not a PNG"),
         (["run", "--out", "thesis.tex"], "ends in .png"),
         (["run", "--out", "folder.png"], "folder.png"),

@@ -190,7 +190,7 @@ def test_two_runs_are_compared(run: Path, capsys: Any) -> None:
     assert page.row("Solver steps")[1] == "-"
     assert "explicit twin" in page.row("Tolerance")[1]
     assert re.search("Loss, validation by epoch; run .* to .*; twin 2.125 to 1.062", "\n".join(page.labels))
-    assert "there is no run in" not in page.text
+    assert "no run in" not in page.text
     assert "twin has no checkpoint yet" in page.text  # so nothing was measured
 
 
@@ -252,11 +252,11 @@ def test_bad_input_is_refused_in_one_sentence(run: Path, capsys: Any) -> None:
     Path("notes.html").write_text("mine")
     Path("folder.html").mkdir()
     for arguments, said in (
-        (["nowhere"], "there is no run in nowhere"),
+        (["nowhere"], "no run in nowhere"),
         ([run, "--out", "page.png"], "use a name that ends in .html"),
         ([run, "--out", "notes.html"], "is not a report"),
         ([run, "--out", "folder.html"], "folder.html"),
-        ([run, "--samples", "1"], "samples must be"),
+        ([run, "--samples", "1"], "samples, unless 0, must be a whole number, at least 2, got 1"),
     ):
         assert refused(["report", *map(str, arguments)], capsys, said) == ""
     assert Path("notes.html").read_text() == "mine"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch._dynamo.utils import counters
 
 import banach
 from banach import JFB, Anderson, Broyden, Implicit, Neumann, Picard, Status, Tolerance, Unroll
@@ -59,13 +60,15 @@ def test_one_graph_serves_batches_of_another_size(solver: banach.Solver, dynamic
 
 
 def test_a_compiled_pass_that_does_not_converge_warns_of_that_alone() -> None:
-    """Dynamo traced the search for the user's line, and warned that it cannot trace `sys._getframe`."""
+    """Dynamo traced the search for the user's line, and the probe: it warned of what it cannot trace."""
     net = conv_network(batch_norm=False)
+    counters.clear()
     net.tolerance = Tolerance(atol=0.0, max_steps=3)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         traced = torch.compile(net, backend="eager")(images())
     assert [(one.category, one.filename) for one in seen] == [(banach.ConvergenceWarning, __file__)]
+    assert not any("Tensor.item()" in why for why in counters["graph_break"])
     net.tolerance = Tolerance(max_steps=3, check_every=0)
     torch.testing.assert_close(traced, net(images()))
 

@@ -26,21 +26,21 @@ def unknown(z: Tensor) -> Tensor:
 
 
 MAPS: list[tuple[Any, Any, type[Exception], str]] = [
-    (lambda z: z[:, :1], Z, ValueError, r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"),
-    (lambda z: (z, z), Z, TypeError, r"T must keep the structure of z0: tensor became \(tensor, tensor\)"),
-    (lambda z: None, Z, TypeError, "T must keep the structure of z0: tensor became NoneType"),
-    (lambda z: z.double(), Z, TypeError, "T must keep the dtype of its input: float32 became float64; give z0 in"),
-    (lambda z: z.long(), Z, TypeError, "T must keep the dtype of its input: float32 became int64$"),
+    (lambda z: z[:, :1], Z, ValueError, r"T must keep the shape of its input: expected \(2, 3\), got \(2, 1\)"),
+    (lambda z: (z, z), Z, TypeError, r"T must keep the structure of z0: expected tensor, got \(tensor, tensor\)"),
+    (lambda z: None, Z, TypeError, "T must keep the structure of z0: expected tensor, got NoneType"),
+    (lambda z: z.double(), Z, TypeError, "the dtype of its input: expected float32, got float64; give z0 in"),
+    (lambda z: z.long(), Z, TypeError, "T must keep the dtype of its input: expected float32, got int64$"),
     (unknown, Z, NotImplementedError, "^The operator"),
-    (lambda z: z.to("meta"), Z, ValueError, "T must keep the device .*: cpu became meta; put z0 on meta"),
+    (lambda z: z.to("meta"), Z, ValueError, "T must keep the device .*: expected cpu, got meta; put z0 on meta"),
     (nn.Linear(3, 3).double(), Z, TypeError, "T cannot take z0 of torch.float32 on cpu .* give z0 the dtype"),
     (nn.Linear(3, 3, device="meta"), Z, TypeError, "T cannot take z0 of torch.float32 .* device of T's weights"),
     ("tanh", Z, TypeError, "T must be callable, got str"),
-    (lambda z: (z["a"], z["b"]), NEST, TypeError, r"{'a': tensor, 'b': \(tensor\)} became \(tensor, \(tensor\)\)"),
-    (lambda z: None, (Z, Z), TypeError, r"structure of z0: \(tensor, tensor\) became NoneType"),
-    (lambda z: z[:1], (Z, Z), TypeError, r"structure of z0: \(tensor, tensor\) became \(tensor\)"),
-    (lambda z: {"a": z["a"]}, NEST, TypeError, "became {'a': tensor}"),
-    (lambda z: {"a": Z, "b": z["b"][0]}, NEST, TypeError, "keep the structure of z0: .tensor. became tensor"),
+    (lambda z: (z["a"], z["b"]), NEST, TypeError, r"'b': \(tensor\)}, got \(tensor, \(tensor\)\)"),
+    (lambda z: None, (Z, Z), TypeError, r"structure of z0: expected \(tensor, tensor\), got NoneType"),
+    (lambda z: z[:1], (Z, Z), TypeError, r"structure of z0: expected \(tensor, tensor\), got \(tensor\)"),
+    (lambda z: {"a": z["a"]}, NEST, TypeError, "got {'a': tensor}"),
+    (lambda z: {"a": Z, "b": z["b"][0]}, NEST, TypeError, "the structure of z0: expected .tensor., got tensor"),
     (half, Z.long(), TypeError, r"z0 must be of a floating-point dtype, got int64; call z0.float\(\)"),
     (half, Z.to(torch.complex64), TypeError, r"got complex64; iterate on torch.view_as_real\(z0\)"),
     (half, None, TypeError, "a latent must be a tensor or a tuple, list or dict of tensors, got NoneType"),
@@ -100,7 +100,7 @@ def test_bad_objects(make: Any, settings: dict[str, Any], kind: type[Exception],
 
 
 def test_autocast_takes_no_integers() -> None:
-    with torch.autocast("cpu"), pytest.raises(TypeError, match="float32 became int64"):
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="expected float32, got int64"):
         solve(lambda z: z.long(), Z)
 
 

@@ -180,16 +180,17 @@ def test_a_probe_where_T_is_not_defined_does_not_raise(sign: int) -> None:
     assert "max_steps" in caught(T, torch.zeros(4, 2), solver=Anderson(), tolerance=tolerance)[0][0]
 
 
-def test_what_the_probe_after_a_solve_finds_is_in_the_solution() -> None:
-    """The warning named the fault, and the summary advised more steps."""
+@pytest.mark.parametrize("solver", [Picard(), Anderson()], ids=str)
+def test_what_the_probe_after_a_solve_finds_is_in_the_solution(solver: Solver) -> None:
+    """The warning named the fault, and the summary advised more steps. Picard's T was not probed."""
 
     def noisy(u: Tensor, v: Tensor) -> Tensor:
         return 0.5 * u + v + torch.rand_like(u)
 
     v = torch.ones(4, 2)
-    (text,), found = caught(noisy, torch.zeros(4, 2), inputs=(v,), solver=Anderson())
+    (text,), found = caught(noisy, torch.zeros(4, 2), inputs=(v,), solver=solver)
     with pytest.warns(ConvergenceWarning, match="it draws at random"):
-        _, same = ImplicitNetwork(nn.Identity(), noisy, nn.Identity(), solver=Anderson())(v, solution=True)
+        _, same = ImplicitNetwork(nn.Identity(), noisy, nn.Identity(), solver=solver)(v, solution=True)
     for one in (found, same):
         assert one.fault is Fault.RANDOM
         assert one.fault.value in text
@@ -202,8 +203,41 @@ def test_what_the_probe_after_a_solve_finds_is_in_the_solution() -> None:
         def __call__(self, z: Tensor) -> Tensor:
             return 0.5 * z + 1
 
-    (text,), _ = caught(Slotted(), torch.zeros(4, 2), solver=Anderson(), tolerance=Tolerance(max_steps=1))
+    (text,), _ = caught(Slotted(), torch.zeros(4, 2), solver=solver, tolerance=Tolerance(max_steps=1))
     assert "stopped at max_steps" in text
+
+
+@solvers
+def test_a_failed_solve_probes_T_once(solver: Solver) -> None:
+    """Also where no sample has frozen, and T is found to be in order."""
+    tolerance, calls = Tolerance(atol=1e-9, max_steps=2), []
+    (text,), found = caught(lambda z: 0.5 * z + z.mean(0) + 1, torch.eye(3), solver=solver, tolerance=tolerance)
+    assert "T mixes samples: pass coupled=True" in text
+    assert (found.fault, found.steps.tolist()) == (Fault.MIXES, [2] * 3)
+
+    class Counted:
+        def __call__(self, z: Tensor) -> Tensor:
+            calls.append(len(z))
+            return 0.9 * z + 1
+
+    T = Counted()
+    for extra in (3, 0):  # as T is, and with other rows moved up and down
+        calls.clear()
+        (text,), found = caught(T, torch.eye(3), solver=solver, tolerance=tolerance)
+        assert "stopped at max_steps" in text
+        assert len(calls) == 2 + extra + 1
+
+
+def test_a_function_made_again_in_every_turn_of_a_loop_is_probed_once() -> None:
+    tolerance, calls = Tolerance(atol=1e-9, max_steps=2), []
+    for _ in range(3):
+
+        def T(z: Tensor) -> Tensor:
+            calls.append(len(z))
+            return 0.9 * z + 1
+
+        caught(T, torch.eye(3), tolerance=tolerance)
+    assert len(calls) == 3 * 3 + 3
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])

@@ -149,7 +149,7 @@ def test_a_directory_is_not_used_twice(trained: Run, tmp_path: Path) -> None:
         Run.create(trained.path, MADE)
     with pytest.raises(RunError, match="is not an empty directory"):
         Run.create(tmp_path, MADE)
-    with pytest.raises(RunError, match="there is no run in"):
+    with pytest.raises(RunError, match="no run in"):
         Run.open(tmp_path)
 
 

@@ -157,7 +157,7 @@ def test_flags_override_the_file_and_the_file_overrides_the_recipe(tmp_path: Pat
     [
         ("epoch = 3", "did you mean 'epochs'"),
         ('eps = "small"', "eps must be a number"),
-        ("epochs = = 3", "is not TOML"),
+        ("epochs = = 3", "is not a TOML file of settings"),
         ('schedule = "cosin"', "did you mean 'cosine'"),
         ("schedule = 3", "a schedule is"),
         ("schedule = {kind = [[[[1]]]]}", "unknown schedule: "),

@@ -48,7 +48,7 @@ class Problem:
     eps: float  # the rounding of T's arithmetic, and the type it is in: autocast may be gone by now
     computed_in: torch.dtype
     unchanged: Unchanged
-    zero: bool = False  # w must not be worse than zero, instead of g
+    zero: bool = False  # the safeguard compares w with zero instead of g
 
     def solve(self, g: Parts, parts: Parts, *, tangent: bool = False) -> Parts:
         """Return w = (I - J')^-1 g for the cotangent g of the parts T(z*), or (I - J)^-1 g for a tangent g."""
@@ -81,7 +81,7 @@ class Problem:
         method = self.mode.method
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
-        start = None if self.zero or axes.levels else equation.start  # to look at it syncs with the host
+        start = None if self.zero or axes.levels else equation.start  # the test below syncs with the host
         if start is not None and not start.any() and right.any() and jacobian.is_cut(self.eps, equation.g):
             warn_user(CUT, AdjointWarning)
         if equation.every or self.mode.report is not None:
@@ -94,8 +94,8 @@ class Problem:
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""
         limits = self.tolerance
-        # The loop has one tolerance for all rows, so every row is measured in units of its own threshold. One of
-        # zero becomes one that rounding cannot reach, except by an exact hit.
+        # The loop has one tolerance for all rows, so every row is measured in units of its own threshold. A
+        # threshold of zero becomes one that only an exact hit meets.
         least = torch.finfo(equation.g.dtype).eps ** 2 * equation.size(equation.g)
         unit = torch.maximum(equation.threshold, least)
         unit = torch.where(unit > 0, unit, 1.0)
@@ -108,7 +108,7 @@ class Problem:
                 equation.observe(w, Tw - w, first=equation.start is None)
                 return Tw
 
-        with self._short_type():  # by which the loop calls a sample stalled
+        with self._short_type():  # its rounding decides which samples have stalled
             return solve(step, equation.g, method, tolerance=tolerance).value
 
     def _report(self, equation: "Adjoint", w: Tensor, finite: Tensor) -> None:
@@ -131,7 +131,7 @@ class Problem:
         """Constant for every cause, so that Python shows each warning once."""
         if missed == {Status.STALLED}:
             return "the rounding of T allows no better, so loosen rtol of `Implicit` or use a higher precision"
-        single = self.space.coupled or equation.jacobian.axes.levels  # what vmap maps over cannot be looked at
+        single = self.space.coupled or equation.jacobian.axes.levels  # vmap allows no branch on its tensors
         # Under autocast the value of T may be of a shorter type than z*, which the probe takes there only.
         with self._short_type() if self.space.autocast else nullcontext():
             if not single and mixes_samples(self.T, self.z_star, self.inputs):

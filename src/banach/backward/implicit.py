@@ -46,7 +46,7 @@ class Implicit:
             float64, 1e-5 in float32, 1e-2 in TF32, bfloat16 and float16. `check_every=0` makes exactly
             `max_steps` steps, without a host sync, a safeguard or a warning.
         report: called after every linear solve as report(products, residual, status): the true number of
-            J-products, and per sample the residual |g - (I - J') w| and its `Status`.
+            J-products, and per sample |g - (I - J') w|, by the tolerance's norm (RMS), and its `Status`.
         order: derivatives up to this order are exact, in every mixture of forward and reverse mode; higher ones
             are refused. Each order above 1 costs the memory of one more evaluation of T and one more linear
             solve in every derivative.

@@ -16,13 +16,12 @@ from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves
 from banach.solve.context import constant_weights
 from banach.solve.mixing import differ
 
-# What torch.func says of hooks and old autograd.Functions, of LSTMs, of attention under autocast, and of CSR
-# matrices; plain autograd takes them all.
+# torch.func's errors for what plain autograd takes: hooks, old Functions, LSTMs, autocast attention, CSR matrices
 _REFUSED = (
     *("functorch transforms", "Expected a proper Tensor but got None"),
     *("expected scalar type", "tensors do not have strides"),
 )
-plain_attention = partial(sdpa_kernel, SDPBackend.MATH)  # torch's fast ones have no second derivative
+plain_attention = partial(sdpa_kernel, SDPBackend.MATH)  # the fast kernels have no second derivative
 
 
 class Jacobian:
@@ -50,7 +49,7 @@ class Jacobian:
         count: Tensor | None = None,
     ) -> None:
         self.space, self.unit, self.axes, self.products, self.count = space, unit, axes, 0, count
-        self._f, self._x = lambda x: typed(f(x), space), x  # no cycle by way of self
+        self._f, self._x = lambda x: typed(f(x), space), x  # does not hold self: no reference cycle
         self._vjp: Callable[..., Any] = torch.func.vjp
         self._push: Any = None  # the pullback of a product with J', once one is recorded
         with explained(_EVER):
@@ -73,7 +72,7 @@ class Jacobian:
         """Does f change with x where g is not zero, but not by its derivative? Asked where J or J' g is zero."""
         rows, before = self.space.rows(self._x), self.space.rows(self.value)
         moved = rows + eps**0.5 * rows.abs().amax(1, keepdim=True).clamp(min=1)
-        there = Jacobian(self._f, self.space.nest(moved), self.space)  # where relu and z^2, flat at 0, are not
+        there = Jacobian(self._f, self.space.nest(moved), self.space)  # relu and z^2 are flat at 0, not there
         g = torch.ones_like(before) if g is None else g
         after = torch.where(g == 0, before, self.space.rows(there.value))
         return differ(before, after, self.space) and not there.transposed(g).any()
@@ -111,7 +110,7 @@ class Jacobian:
 
         with explained(_TWICE):
             product = self._retried(recorded)
-            if self._vjp is plain_vjp:  # it may take a part of J' for a constant: <J p, w> is <p, p> for p = J' w
+            if self._vjp is plain_vjp:  # may take a part of J' for a constant; if not, <J J' w, w> is |J' w|^2
                 nests = product[0], self._pushed(product[0]), w
                 p, Jp, rows = (self.space.rows(nest).cpu().double() for nest in nests)
                 own, other = float((p * p).sum()), float((Jp * rows).sum())
@@ -174,7 +173,7 @@ def eagerly() -> Iterator[None]:
     The stance is of the whole process: of several threads the first sets it, and the last puts it back.
     """
     with _one_at_a_time:
-        _stances.append(None if _stances else torch.compiler.set_stance("force_eager"))  # set as it is made
+        _stances.append(None if _stances else torch.compiler.set_stance("force_eager"))  # takes effect at once
     try:
         yield
     finally:
@@ -183,7 +182,7 @@ def eagerly() -> Iterator[None]:
                 stance.__exit__(None, None, None)
 
 
-# Why a map cannot be differentiated: our sentences, and the words of torch's that they replace.
+# Why a map cannot be differentiated: our sentences, and parts of the torch errors that they replace.
 _WRITES = (
     "T writes to a tensor that it closes over, such as the running statistics of a batch norm in train mode: use "
     "ImplicitNetwork, which keeps them, or eval mode; to measure a module, give the module itself as T"

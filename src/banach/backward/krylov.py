@@ -11,7 +11,7 @@ from banach import checks
 from banach.backward.adjoint import Adjoint, Parts
 from banach.solve.context import device_loop
 
-# From a residual, who is active and how many steps there are: the update of w, and how many were taken.
+# (equation, residual, active samples, most steps) -> (update of w, steps taken)
 Cycle = Callable[[Adjoint, Tensor, Tensor, int], tuple[Tensor, int]]
 
 
@@ -104,7 +104,7 @@ class GMRES:
         Q = torch.eye(room + 1, dtype=r.dtype, device=r.device).repeat(len(r), 1, 1)
         for step in range(room):
             v, basis = equation.A(V[:, step]), V[:, : step + 1]
-            for _ in range(2):  # once loses orthogonality
+            for _ in range(2):  # one pass is not orthogonal enough
                 along = torch.bmm(basis, v[..., None])
                 H[:, : step + 1, step] += along[..., 0]
                 v = torch.baddbmm(v[..., None], basis.mT, along, alpha=-1)[..., 0]
@@ -117,7 +117,7 @@ class GMRES:
                 break
         used = step + 1
         R, right = H[:, :used, :used], beta[:, None, None] * Q[:, :used, :1]
-        # Where the diagonal of R is 0 so is the right side, and the basis has nothing to add.
+        # Where R has a 0 on its diagonal, the right side is 0 too: that basis vector contributes nothing.
         ended = (R.diagonal(dim1=1, dim2=2) == 0).to(R.dtype)
         y = torch.linalg.solve_triangular(R + torch.diag_embed(ended), right, upper=True)
         return torch.bmm(y.mT, V[:, :used])[:, 0], used
@@ -128,7 +128,7 @@ def _rotate_(Q: Tensor, H: Tensor, step: int) -> None:
     column = torch.bmm(Q, H[:, :, step, None])[..., 0]
     a, b = column[:, step], column[:, step + 1]
     length = torch.hypot(a, b)
-    cos, sin = ratio(a, length), ratio(b, length)  # both 0 where the basis has ended: that row weighs nothing
+    cos, sin = ratio(a, length), ratio(b, length)  # both 0 where the basis has ended: weight 0
     upper, lower = Q[:, step].clone(), Q[:, step + 1].clone()
     Q[:, step] = cos * upper + sin * lower
     Q[:, step + 1] = cos * lower - sin * upper

@@ -37,7 +37,7 @@ class Unchanged:
     """Refuses tensors that were written to in place since this was made: the backward pass reads them again."""
 
     def __init__(self, tensors: Iterable[tuple[str, Any]], do: str) -> None:
-        # Other kinds, such as sharded tensors, are kept by others; inference tensors do not count writes.
+        # Not others, such as sharded tensors, whose data is elsewhere; inference tensors count no writes.
         plain = ((n, t) for n, t in tensors if type(t) in (Tensor, nn.Parameter) and not t.is_inference())
         plain = ((n, unwrap_derivatives(t)) for n, t in plain)  # a wrapper of torch.func counts its own writes
         self.do, self.counts = do, [(name, tensor, tensor._version) for name, tensor in plain]
@@ -105,7 +105,7 @@ def is_other(value: Latent, was: Latent, space: Space, eps: float) -> bool:
 def is_differentiated(parts: Sequence[Tensor]) -> bool:
     """Return True if a gradient is recorded here, or a tangent carried along, with grad mode or without."""
     recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    # What an outer torch.func transform records does not show.
+    # `requires_grad` does not show what an outer torch.func transform records.
     wrapped = not torch.compiler.is_compiling() and any(map(is_functorch_wrapped_tensor, parts))
     return recorded or wrapped or carries_tangent(parts)
 

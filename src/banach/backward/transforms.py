@@ -20,7 +20,7 @@ from banach.solve.context import functorch, is_functorch_wrapped_tensor, unwrap_
 class Axes:
     """The vmaps that some tensors are in. What is mapped over becomes more rows of one plain matrix, and back."""
 
-    levels: tuple[int, ...] = ()  # of the outermost vmap first
+    levels: tuple[int, ...] = ()  # outermost vmap first
     sizes: tuple[int, ...] = ()
 
     @staticmethod
@@ -50,7 +50,7 @@ class Axes:
         if not self.levels:
             return rows
         rows = rows.reshape(*self.sizes, len(rows) // self.count, *rows.shape[1:])
-        rows = unwrap_derivatives(rows)  # an operation inside of grad wraps what it gives, derivative or not
+        rows = unwrap_derivatives(rows)  # inside grad every result is wrapped, also one without a derivative
         for level in self.levels:
             rows = functorch._add_batch_dim(rows, 0, level)
         return rows
@@ -65,7 +65,7 @@ def _wrappers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 _ENDED = -2  # torch's number for a transform that has ended
-# What the pullback of a vjp inside T asks of values that T itself made, whose transform has ended too.
+# Calls by the pullback of a vjp inside T on values that T made: their transform has ended, too.
 _PULLBACK = (autograd.grad, cast(Any, Tensor).requires_grad.__get__)
 
 
@@ -81,7 +81,7 @@ def present(tensors: Iterable[Tensor]) -> "Iterator[Present]":
     now = 0 if running is None else running.level()
     highest = max((now, *levels))
     with ExitStack() as stack:
-        for _ in range(now, highest):  # so that levels made from here on have other numbers
+        for _ in range(now, highest):  # new levels then get numbers that are not in use
             stack.enter_context(eager_transforms.grad_increment_nesting())
         yield Present(now, highest, needed=highest > now or _ENDED in levels)
 

@@ -40,7 +40,7 @@ Examples:
   banach train --data cifar10 --backward implicit:anderson --device cuda
   banach train --resume runs/digits-1    continue where it stopped"""
 
-KINDS = {"int": int, "float": float, "bool": bool}  # others are words
+KINDS = {"int": int, "float": float, "bool": bool}  # other settings are strings
 
 
 def with_flags(command: Callable[..., int]) -> Callable[..., int]:

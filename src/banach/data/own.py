@@ -91,7 +91,7 @@ def _npz(path: Path) -> DataSet:
             wanted = (len(numbers), *shapes[0][1:])
             if given != wanted:
                 raise ValueError(f"{len(numbers):,} labels for images {given}, expected {wanted}; make them match")
-        shape = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape[1:]  # without memory
+        shape = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape[1:]  # np.broadcast_to allocates nothing
 
     def read(index: int) -> np.ndarray:
         with _opened(path) as file:

@@ -16,10 +16,10 @@ from banach.solve.context import rounding, with_autocast_of, without_autocast
 from banach.solve.tolerance import measure
 from banach.solve.warning import AdjointWarning, warn_user
 
-VECTORS = 24  # kept of each sample before the iteration starts again from their best combination
+VECTORS = 24  # kept per sample; then the iteration restarts at their best combination
 QUIET = 5  # steps in a row without growth after which sigma is known
-LEFT = 10  # so many times its floor is a residual that is not rounding, whatever came before it
-STILL = 0.9999  # an observed rate from which on an iteration is not said to converge
+LEFT = 10  # a residual above LEFT times the rounding floor is never rounding alone
+STILL = 0.9999  # from this observed rate on, an iteration does not count as convergent
 
 
 def contraction_factor(
@@ -71,7 +71,7 @@ def _largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: i
     """
     checks.whole("max_steps", max_steps, 1)
     rtol = max(rtol, rounding(J.space))
-    draw = torch.Generator().manual_seed(seed)  # of the host: a seed means the same on every device
+    draw = torch.Generator().manual_seed(seed)  # on the CPU: a seed draws the same numbers for every device
     start = torch.randn(J.space.samples, sum(J.space.sizes), generator=draw, dtype=torch.float64, device="cpu")
     krylov = _Krylov(J, _unit(start.to(J.space.device, J.space.rows_dtype)))
     history = [torch.zeros(J.space.samples, dtype=torch.float64, device="cpu")] * 2
@@ -118,7 +118,7 @@ class _Krylov:
         """One more vector: J'J of the last, without its parts along the others; zero if only rounding is left."""
         v = self.J.transposed(_unit(self.W[:, -1]))
         least = 100 * torch.finfo(v.dtype).eps * torch.linalg.vector_norm(v, dim=1, keepdim=True)
-        for _ in range(2):  # once loses orthogonality
+        for _ in range(2):  # one pass is not orthogonal enough
             v = v - (torch.linalg.vecdot(self.V, v[:, None])[:, :, None] * self.V).sum(1)
         left = torch.linalg.vector_norm(v, dim=1, keepdim=True) > least
         self.V = torch.cat([self.V, _unit(torch.where(left, v, 0.0))[:, None]], 1)

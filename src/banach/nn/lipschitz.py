@@ -283,7 +283,7 @@ def _krylov(operator: _Operator, x: Tensor, width: int) -> tuple[Tensor, Tensor]
         y = operator.forward(basis[-1].view_as(x))
         images.append(y.flatten())
         v = before = operator.transposed(y).flatten()
-        for _ in range(2):  # once loses orthogonality
+        for _ in range(2):  # one pass is not orthogonal enough
             V = torch.stack(basis)
             v = v - (V @ v) @ V
         kept = torch.linalg.vector_norm(v) > 1e3 * torch.finfo(v.dtype).eps * torch.linalg.vector_norm(before)
@@ -302,7 +302,7 @@ def gram_schmidt(rows: Tensor) -> Tensor:
     """Return the same by matrix products alone."""
     made: list[Tensor] = []
     for row in rows.flatten(1):
-        for _ in range(2 if made else 0):  # once loses orthogonality
+        for _ in range(2 if made else 0):  # one pass is not orthogonal enough
             before = torch.stack(made)
             row = row - (before @ row) @ before
         made.append(_unit(row))

@@ -49,7 +49,7 @@ def run_on_device(run: SolveRun, state: State, loop: Loop) -> State:
     if most == first:
         return state
     steps = torch.full((), first, dtype=torch.int32, device=state.z.device)
-    # Copies of what may be an earlier iterate, which an observer or a solver of the user's may have kept.
+    # Copies: a tensor may be an earlier iterate that `on_step` or a user's solver has kept.
     state.memory = tuple(part.clone() if part.shape == state.z.shape else part for part in state.memory)
     kept = state.z, *state.memory
 

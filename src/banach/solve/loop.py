@@ -183,7 +183,7 @@ def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance
 
 def _check_compact(space: Space, inputs: tuple[Any, ...]) -> None:
     if space.coupled:
-        raise ValueError("compact=True needs independent samples, but these stop as one; leave it out")
+        raise ValueError("compact=True needs independent samples, got coupled ones; leave it out")
     if not inputs:
         raise ValueError("compact=True needs what belongs to a sample in `inputs`, since a closure cannot be cut")
     for leaf in leaves(inputs):

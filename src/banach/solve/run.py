@@ -38,11 +38,11 @@ class SolveRun:
     def __post_init__(self) -> None:
         self.T, self.space_of_all = with_autocast_of(self.space, self.T), self.space
         self.busy = True  # some sample is active, as far as the host knows
-        # Of Picard, whose formula is written out here: to call its methods takes longer than a small T.
+        # Picard's formula is written out here: calling its methods takes longer than a small T.
         self.damping = self.solver.damping if type(self.solver) is Picard else None
         norm = self.tolerance.norm
         self.measure, self.scale = norm.measure, float(norm.scale(self.space))
-        # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
+        # In the units of norm.measure, so that no step has to scale a residual, and within the range of the dtype.
         self.atol = min(float(self.tolerance.atol / self.scale), torch.finfo(self.space.rows_dtype).max)
         self.whole: State | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here

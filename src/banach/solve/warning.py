@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from banach.solve.mixing import probe
-from banach.solve.picard import Picard
 from banach.solve.solution import Solution, Status
 from banach.solve.solver import Map
 
@@ -42,21 +41,22 @@ def _warn(text: str, category: type[Warning]) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-# R and T that were probed after a failed solve, and do not mix samples: they are not probed again.
+# R and T that were probed after a failed solve, and found to be in order: they are not probed again.
 _independent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def warn_unconverged(found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any) -> Solution:
     """Warn that host checks saw samples that did not converge, `found.failures`, in constant words.
 
-    If T mixes samples, Picard is wrong only after one has frozen, and `solve` tests for that. Other solvers can
-    fail before, so T is probed here, once for every `owner`: T, or its R where T is made for one pass.
+    T that mixes samples or draws at random may be the cause, so T is probed here, once for every `owner`: T's R
+    where T is made for one pass, the code of a function.
 
     Returns:
         The solution, with the fault that the probe found.
     """
-    if not (found.fault or coupled or type(found.solver) is Picard or id(owner) in _independent):
-        found = found.changed(fault=probe(T, found.value, inputs))
+    if not (found.fault or coupled or id(owner) in _independent):
+        look = torch.compiler.disable(probe) if torch.compiler.is_compiling() else probe
+        found = found.changed(fault=look(T, found.value, inputs))
         with suppress(TypeError):  # an owner that cannot be referenced weakly
             if found.fault is None:
                 _independent[id(owner)] = owner

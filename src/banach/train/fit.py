@@ -30,7 +30,7 @@ from banach.train.steps import Penalties, Stepper
 logger = logging.getLogger(__name__)
 
 _LOGGED = ("loss", "validation_loss", "validation_accuracy", "depth")  # figures of an epoch, for the log
-_FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
+_FEW = 0.05  # an epoch in which a smaller share of the solves converges is reported
 
 
 def fit(

@@ -70,7 +70,7 @@ class Run:
         try:
             text = (path / SETTINGS).read_bytes()
         except OSError as error:
-            raise RunError(f"there is no run in {path}: {error.strerror}: {SETTINGS}") from None
+            raise RunError(f"no run in {path} ({SETTINGS}: {error.strerror}); give a run directory") from None
         with _reading(path / SETTINGS, "fix the file, or start a new run with --out"):
             if text.strip(b"\0 \r\n"):
                 return Run(path, Settings.from_dict(unsigned(json.loads(text))))

@@ -24,13 +24,13 @@ from banach.solve import Tolerance
 from banach.train import words
 
 FREE = ("device", "on_nonfinite", "keep", "sharded")  # these may change when a run is resumed
-FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")  # they need one, as IMPLICIT does
+FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")  # need one, as IMPLICIT do
 IMPLICIT = ("jacobian_penalty", "finite_difference", "correction", "correction_steps", "pretrain", "tune")
 _TOML_BYTES = 2**20
-_COUNT = 10**9  # at most, of epochs, steps and images
-_RATE = 1e30  # at most, of rates: a step is computed in fp32
+_COUNT = 10**9  # the largest number of epochs, steps or images
+_RATE = 1e30  # the largest rate: a step is computed in fp32
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
-GROUPS = {"data": "Data", "model": "Network", "epochs": "Training"}  # of --help, by their first settings
+GROUPS = {"data": "Data", "model": "Network", "epochs": "Training"}  # groups of --help: {first setting: title}
 GROUPS |= {"jacobian_penalty": "Penalties", "device": "Run"}
 
 
@@ -159,7 +159,7 @@ class Settings:
         settings = Settings.of_recipe(recipe, **defaults).changed(given)
         settings.augmentation()  # refuses words that are not understood, before the data is read
         if isinstance(net, ImplicitNetwork):
-            settings.configure(net)  # so does this
+            settings.configure(net)  # refuses them, too
             settings._check_network(net)
         return settings
 
@@ -288,7 +288,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, a number of 5,000 digits
-        raise ValueError(f"the settings file {path} is not TOML, or not of settings: {error}") from None
+        raise ValueError(f"the settings file {path} is not a TOML file of settings: {error}") from None
     return {nearest(f"setting in {path}", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
 
 
