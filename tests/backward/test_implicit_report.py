@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from backward.systems_backward import (
     solve_adjoint,
     worst,
 )
-from banach import GMRES, JFB, AdjointWarning, Implicit, NormalCG, Status, Tolerance
+from banach import GMRES, JFB, AdjointWarning, Implicit, NormalCG, Status, Tolerance, fixed_point
 from problems import contraction, normal
 
 every = pytest.mark.parametrize("method", METHODS, ids=str)
@@ -185,3 +186,17 @@ def test_nothing_keeps_the_graph_alive(mode: Any) -> None:
         assert [ref() for ref in alive] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_script_whose_variable_is_named_like_an_attribute_in_T_keeps_one_graph() -> None:
+    """Found as memory that grew by a graph per step: `layer.out` in T kept the global variable `out`."""
+    script: dict[str, Any] = {"layer": SimpleNamespace(out=torch.tanh), "mode": Implicit(), "alive": []}
+    script |= {
+        "fixed_point": fixed_point,
+        "ref": weakref.ref,
+        "v": normal(3, 4, seed=1).requires_grad_(),
+        "z0": normal(3, 4, seed=2),
+    }
+    step = "out = fixed_point(lambda u: 0.5 * layer.out(u) + v, z0, backward=mode); alive.append(ref(out))"
+    exec("for _ in range(3):\n    " + step, script)
+    assert [ref() is not None for ref in script["alive"]] == [False, False, True]

@@ -187,6 +187,13 @@ for t in range(3):
     T = lambda u: (lambda w: torch.tanh(w @ A + v))(0.5 * u)
     total = total + fixed_point(T, x, tolerance=TIGHT, backward=mode).sum()
 """
+HELPED = """
+def shifted(w, again=True):
+    shifted.calls += 1
+    return shifted(w, again=False) if again else w @ A + v
+shifted.calls = 0
+""" + LOOP.replace("(lambda w: torch.tanh(w @ A + v))(0.5 * u)", "torch.tanh(shifted(0.5 * u))")
+INSIDE = "def run(total=0):\n    " + HELPED.replace("\n", "\n    ") + "\n    return total\ntotal = run()\n"
 
 
 @pytest.mark.parametrize("mode", [*(Implicit(m, ADJOINT) for m in METHODS), Unroll(60, checkpoint=True)], ids=str)
@@ -197,9 +204,11 @@ def test_a_function_in_a_loop_reads_its_own_values_in_the_backward_pass(mode: Mo
     for closure in (False, True):
         got = torch.autograd.grad(along(LATENTS, A, mode, closure=closure), A)[0]
         torch.testing.assert_close(got, wanted)
-    # In a script or a notebook the variable is a global one.
+    # In a script or a notebook the variable is a global one. Functions that T calls may read it too.
     script: dict[str, Any] = {"torch": torch, "fixed_point": fixed_point, "A": A, "x": LATENTS, "total": 0}
-    exec(LOOP, script := {**script, "mode": mode, "TIGHT": TIGHT})
+    scripts = [{**script, "mode": mode, "TIGHT": TIGHT} for _ in range(3)]
+    for loop, each in zip((LOOP, HELPED, INSIDE), scripts, strict=True):
+        exec(loop, each)
     total = torch.zeros((), dtype=torch.float64)
     for t in range(3):
         u = torch.zeros_like(LATENTS)
@@ -207,7 +216,9 @@ def test_a_function_in_a_loop_reads_its_own_values_in_the_backward_pass(mode: Mo
             u = torch.tanh(0.5 * u @ A + LATENTS * (t + 1))
         total = total + u.sum()
     wanted = torch.autograd.grad(total, A)[0]
-    torch.testing.assert_close(torch.autograd.grad(script["total"], A)[0], wanted)
+    for each in scripts:
+        torch.testing.assert_close(torch.autograd.grad(each["total"], A)[0], wanted)
+    assert scripts[1]["shifted"].calls > 100
 
 
 def test_a_function_that_counts_its_calls_goes_on_counting() -> None:

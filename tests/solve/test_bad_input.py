@@ -56,6 +56,7 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compact": True}, ValueError, "compact=True needs what belongs to a sample in `inputs`"),
     ({"compact": True, "inputs": (Z,), "coupled": True}, ValueError, "compact=True needs independent samples"),
     ({"compact": True, "inputs": (Z[:1],)}, ValueError, r"expected 2 rows, got shape \(1, 3\)"),
+    ({"compact": True, "inputs": (Z.to_sparse(),)}, ValueError, r"got shape \(2, 3\), torch.sparse_coo"),
     ({"max_steps": 5}, TypeError, "unexpected keyword argument 'max_steps'"),
 ]
 OBJECTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [

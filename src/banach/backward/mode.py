@@ -3,6 +3,7 @@
 import dis
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -37,10 +38,10 @@ class Unchanged:
     """Refuses tensors that were written to in place since this was made: the backward pass reads them again."""
 
     def __init__(self, tensors: Iterable[tuple[str, Any]], do: str) -> None:
-        # Not others, such as sharded tensors, whose data is elsewhere; inference tensors count no writes.
-        plain = ((n, t) for n, t in tensors if type(t) in (Tensor, nn.Parameter) and not t.is_inference())
-        plain = ((n, unwrap_derivatives(t)) for n, t in plain)  # a wrapper of torch.func counts its own writes
-        self.do, self.counts = do, [(name, tensor, tensor._version) for name, tensor in plain]
+        # Not others, such as sharded tensors, whose data is elsewhere; inference tensors count no writes. A wrapper
+        # of torch.func counts its own.
+        plain = ((n, unwrap_derivatives(t)) for n, t in tensors if type(t) in (Tensor, nn.Parameter))
+        self.do, self.counts = do, [(n, t, t._version) for n, t in plain if not t.is_inference()]
 
     def check(self) -> None:
         for name, tensor, count in self.counts:
@@ -49,36 +50,44 @@ class Unchanged:
                 raise RuntimeError(f"{what}, which needs it as it was: {self.do}")
 
 
-def as_of_now(T: Map) -> Map:
+def as_of_now(T: Map, known: dict[Map, Map] | None = None) -> Map:
     """Return T for the backward pass: a plain function reads the variables around it as they are now.
 
-    Of a variable in a loop, a lambda would read the last value. Variables that T assigns, such as a counter, it
-    shares with the function that is returned.
+    Of a variable in a loop, a lambda would read the last value, as would functions of its module that it calls.
+    Variables that a function assigns, such as a counter, it shares with the function that is returned.
     """
     if type(T) is not FunctionType or hasattr(T, "__wrapped__") or torch.compiler.is_compiling():
         return T
+    known = {} if known is None else known  # a function may call itself
     code, around = T.__code__, T.__globals__
     used, own = _names(code)
-    now = {name: around[name] for name in used & around.keys()}
-    pairs = zip(code.co_freevars, T.__closure__ or (), strict=True)
-    try:
-        cells = tuple([cell if name in own else CellType(cell.cell_contents) for name, cell in pairs])
-    except ValueError:  # a variable without a value
-        return T
+    if T in known or around.keys() & used & own:
+        return known.get(T, T)
 
-    def evaluate(*given: Any) -> Latent:
+    def evaluate(*given: Any, **named: Any) -> Any:
         earlier = FunctionType(code, {**around, **now}, None, T.__defaults__, cells)
         earlier.__kwdefaults__ = T.__kwdefaults__
-        return earlier(*given)
+        return earlier(*given, **named)
 
-    return T if now.keys() & own else evaluate
+    def kept(value: Any) -> Any:
+        same = type(value) is FunctionType and value.__globals__ is around
+        return as_of_now(value, known) if same else value
+
+    known[T], evaluate.__dict__ = evaluate, T.__dict__
+    now = {name: kept(around[name]) for name in used & around.keys()}
+    cells: Any = T.__closure__
+    with suppress(ValueError):  # a variable without a value
+        pairs = zip(code.co_freevars, cells or (), strict=True)
+        cells = tuple([cell if name in own else CellType(kept(cell.cell_contents)) for name, cell in pairs])
+    return evaluate
 
 
 @functools.lru_cache
 def _names(code: CodeType) -> tuple[set[str], set[str]]:
-    """Return the names that a function and those inside it use, and those that they assign around it."""
-    used, steps = set(code.co_names), dis.get_instructions(code)
-    own = {step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+    """Return the global names that a function and those inside it use, and names that they assign around it."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    used = {name for kind, name in steps if kind.endswith(("_GLOBAL", "_GLOBALS", "_NAME"))}  # not attributes
+    own = {name for kind, name in steps if kind in ("STORE_DEREF", "STORE_GLOBAL")}
     for inner in (part for part in code.co_consts if isinstance(part, CodeType)):
         used, own = used | _names(inner)[0], own | _names(inner)[1]
     return used, own - {*code.co_cellvars}

@@ -187,6 +187,6 @@ def _check_compact(space: Space, inputs: tuple[Any, ...]) -> None:
     if not inputs:
         raise ValueError("compact=True needs what belongs to a sample in `inputs`, since a closure cannot be cut")
     for leaf in leaves(inputs):
-        if leaf.shape[:1] != (space.batch,):
-            got = f"expected {space.batch} rows, got shape {tuple(leaf.shape)}"
+        if leaf.shape[:1] != (space.batch,) or leaf.layout != torch.strided:
+            got = f"expected {space.batch} rows, got shape {tuple(leaf.shape)}, {leaf.layout}"
             raise ValueError(f"compact=True cuts `inputs` along the batch: {got}; {_SHARED}")
