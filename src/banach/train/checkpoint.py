@@ -185,24 +185,21 @@ def is_sharded(*values: Any) -> bool:
     return any(hasattr(value, "full_tensor") for value in values)
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> dict[str, str]:
+def write_shards(tensors: Mapping[str, Any], folder: Path | None = None) -> dict[str, str]:
     """Write the rows of each rank; all call this together. The first one gives the folder; returns checksums."""
-    given, checksums = [folder], [("", "")] * dist.get_world_size()
+    from torch.distributed.tensor import Shard
+
+    given, rank, checksums = [folder], dist.get_rank(), [("", "")] * dist.get_world_size()
     dist.broadcast_object_list(given)
-    rank = dist.get_rank()
-    own = {name: _rows(tensor) for name, tensor in tensors.items() if is_sharded(tensor) or rank == 0}
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            own[name] = tensor.redistribute(placements=[Shard(0)] * tensor.device_mesh.ndim).to_local()
+        elif rank == 0:  # the others have the same
+            own[name] = tensor
     path = Path(str(given[0])) / f"rank-{rank:05d}{_ENDING}"
     dist.all_gather_object(checksums, (path.name, _write_tensors(path, own)))
     return dict(checksums)
-
-
-def _rows(tensor: Any) -> Tensor:
-    """Return the rows of a sharded tensor that this rank stores, and any other tensor as it is."""
-    if not is_sharded(tensor):
-        return tensor
-    from torch.distributed.tensor import Shard
-
-    return tensor.redistribute(placements=[Shard(0)] * tensor.device_mesh.ndim).to_local()
 
 
 def _compare(name: str, got: str, expected: str) -> None:
