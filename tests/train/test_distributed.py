@@ -193,6 +193,16 @@ def test_all_ranks_end_with_the_reason_when_one_is_killed(tmp_path: Path) -> Non
     assert "because another rank has ended; resume the run" in (tmp_path / "err-0").read_text()
 
 
+@needs_shards
+def test_a_full_disk_of_one_rank_is_a_sentence_on_all(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint raised a BaseException, so all ranks ended in a traceback."""
+    assert _command(tmp_path, [*COMMAND, "--sharded", "--out", str(tmp_path / "run")], -1) == [2, 2]
+    first, last = ((tmp_path / f"err-{rank}").read_text().splitlines()[-1] for rank in range(2))
+    assert first.startswith("banach: rank 0 of 2 stopped, because another rank has ended")
+    assert last.startswith("banach: ")
+    assert "No space left on device; free some space and run it again" in last
+
+
 def test_a_command_that_ranks_cannot_train_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     line = [*COMMAND, "--out", str(tmp_path / "run"), "--batch-size", "159"]
     assert _command(tmp_path, line, 0) == [2, 2]
