@@ -1,5 +1,6 @@
 """What each of several gloo processes does in the tests of distributed training."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -20,14 +21,13 @@ from banach import JFB, Anderson, Implicit, ImplicitNetwork, Mode, Picard, Toler
 from banach.cli.app import main
 from banach.data import Augmentation, Images
 from banach.models import Cosine
-from banach.train import DivergenceError, Run, Settings, distributed, fit, steps
-from banach.train.checkpoint import is_sharded
+from banach.train import DivergenceError, Run, Settings, checkpoint, distributed, fit, steps
 from banach.train.words import augment
 from train import parts_train
 
 # Imported once, in the process from which all others are forked.
 SERVER = (
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
     *("banach.cli.train", "banach.fast.step", "sklearn.datasets", "matplotlib.pyplot"),
 )
 DEADLINE = 120.0
@@ -72,7 +72,7 @@ def _work(rank: int, count: int, folder: str, job: str, given: tuple[Any, ...]) 
 
 def whole(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return sharded tensors gathered from all ranks."""
-    return {name: value.full_tensor() if is_sharded(value) else value for name, value in tensors.items()}
+    return {name: v.full_tensor() if checkpoint.is_sharded(v) else v for name, v in tensors.items()}
 
 
 def images(count: int) -> Images:
@@ -220,7 +220,7 @@ def coupled(rank: int, count: int, folder: Path) -> None:
 
 
 def command(rank: int, count: int, folder: Path, line: list[str], killed_at: int) -> int:
-    """Run a command as torchrun does; the last rank kills itself before a step, unless `killed_at` is 0."""
+    """Run a command as torchrun does; the last rank kills itself before a step, or its disk is full (-1)."""
     port = (folder / "port").read_text()
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": str(count), "RANK": str(rank), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
@@ -232,7 +232,12 @@ def command(rank: int, count: int, folder: Path, line: list[str], killed_at: int
             os.kill(os.getpid(), signal.SIGKILL)
         take(self)
 
+    def full(path: Path, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
     steps.Stepper.take = taken  # type: ignore[method-assign]
+    if killed_at < 0 and rank == count - 1:
+        checkpoint.whole_file = full  # type: ignore[assignment]
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(folder / f"{name}-{rank}", os.O_CREAT | os.O_WRONLY), number)
     return main(line)

@@ -1,8 +1,6 @@
 """Several ranks train what one process trains: same gradients, same curve, one run directory."""
 
-import hashlib
 import json
-import pickle
 import shutil
 import socket
 import time
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from banach import JFB, Anderson, Implicit, Neumann, Picard, Tolerance, Unroll
 from banach.data import Batches
@@ -36,7 +35,7 @@ MODES: list[tuple[Any, dict[str, Any]]] = [
     (EXACT, {"sharded": True}),
     (JFB(), {"sharded": True, "correction": 0.5, "clip": 0.1}),
 ]
-SHARDS = (".metadata", "__0_0.distcp", "__1_0.distcp")
+SHARDS = ("rank-00000.safetensors", "rank-00001.safetensors")
 SIZE = 14  # parts of 7 and 7 on two ranks, and of 3, 4, 3 and 4 on four
 
 
@@ -92,6 +91,11 @@ def test_a_run_stops_on_all_ranks_and_resumes_on_another_number(sharded: bool, t
         assert stopped_by is None
         _check_curves(figures, parts_train.figures(whole))
     assert [epoch.loss for epoch in Run.open(tmp_path / "run").metrics()] == [e["loss"] for e in resumed[0][2]]
+    of_four, of_one = (Run.open(tmp_path / name).latest() for name in ("run", "on-one"))
+    assert of_four is not None
+    assert of_one is not None
+    kept = of_four.under("optimizer") | of_four.under("net")  # of ten rows in S the last rank has one
+    torch.testing.assert_close(kept, of_one.under("optimizer") | of_one.under("net"), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("sharded", DDP_AND_FSDP)
@@ -137,16 +141,6 @@ def test_solves_end_together_where_ranks_share_statistics(tmp_path: Path) -> Non
         torch.testing.assert_close(found[0][2][name], weight.grad, rtol=1e-5, atol=1e-7)
 
 
-class Forged:
-    """A pickle that calls a function when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
 @pytest.mark.gpu
 def test_batch_norm_is_synchronised_on_a_gpu(tmp_path: Path) -> None:
     """Two ranks share the GPU by gloo; the parts of the batch have other statistics than the whole."""
@@ -161,31 +155,22 @@ def test_batch_norm_is_synchronised_on_a_gpu(tmp_path: Path) -> None:
 
 
 @needs_shards
-def test_damaged_and_forged_shards_are_refused(tmp_path: Path) -> None:
-    """PyTorch unpickles the metadata of a sharded checkpoint, which can run anything."""
+def test_damaged_shards_and_those_of_older_versions_are_refused(tmp_path: Path) -> None:
+    """Older versions wrote shards whose metadata was a pickle."""
     assert start("training", 2, tmp_path, "run", 5, {"sharded": True}) == [0, 0]
     folder = sorted((tmp_path / "run/checkpoints").iterdir())[-1]
-    sound = read_checkpoint(folder)
-    assert sound.tensors["net.R.inner.weight"].shape == (12, 12)
-    for name, data in (
-        ("__1_0.distcp", b"x" + (folder / "__1_0.distcp").read_bytes()[1:]),
-        (".metadata", pickle.dumps(Forged(tmp_path / "was-run"))),
-        (".metadata", pickle.dumps({"state_dict_metadata": 1})),
-    ):
-        before = (folder / name).read_bytes()
-        (folder / name).write_bytes(data)
-        with pytest.raises(CheckpointError, match="SHA-256"):
+    assert read_checkpoint(folder).tensors["net.R.inner.weight"].shape == (12, 12)
+    parts = [load_file(folder / name)["net.R.inner.weight"] for name in SHARDS]
+    assert [part.shape for part in parts] == [(6, 12), (6, 12)]
+    content = json.loads((folder / "state.json").read_text())
+    for name in (".metadata", "../rank-00002.safetensors"):
+        (folder / "state.json").write_text(json.dumps({**content, "tensors": {**content["tensors"], name: ""}}))
+        with pytest.raises(CheckpointError, match=f"is damaged: tensors must be in .* files .*, got '{name}'"):
             read_checkpoint(folder)
-        content = json.loads((folder / "state.json").read_text())
-        content["tensors"][name] = hashlib.sha256(data).hexdigest()
-        (folder / "state.json").write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match="is damaged"):
-            read_checkpoint(folder)
-        (folder / name).write_bytes(before)
-        content["tensors"][name] = hashlib.sha256(before).hexdigest()
-        (folder / "state.json").write_text(json.dumps(content))
-    assert not (tmp_path / "was-run").exists()
-    assert read_checkpoint(folder).position == sound.position
+    (folder / "state.json").write_text(json.dumps(content))
+    (folder / SHARDS[1]).write_bytes(b"x" + (folder / SHARDS[1]).read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        read_checkpoint(folder)
 
 
 COMMAND = ["train", "--epochs", "2", "--subset", "160", "--no-tensorboard", "--no-batch-norm", "--device", "cpu"]
@@ -206,6 +191,16 @@ def test_all_ranks_end_with_the_reason_when_one_is_killed(tmp_path: Path) -> Non
     assert _command(tmp_path, [*COMMAND, "--out", str(tmp_path / "run")], 3) == [2, -9]
     assert time.time() - (tmp_path / "killed").stat().st_mtime < 30
     assert "because another rank has ended; resume the run" in (tmp_path / "err-0").read_text()
+
+
+@needs_shards
+def test_a_full_disk_of_one_rank_is_a_sentence_on_all(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint raised a BaseException, so all ranks ended in a traceback."""
+    assert _command(tmp_path, [*COMMAND, "--sharded", "--out", str(tmp_path / "run")], -1) == [2, 2]
+    first, last = ((tmp_path / f"err-{rank}").read_text().splitlines()[-1] for rank in range(2))
+    assert first.startswith("banach: rank 0 of 2 stopped, because another rank has ended")
+    assert last.startswith("banach: ")
+    assert "No space left on device; free some space and run it again" in last
 
 
 def test_a_command_that_ranks_cannot_train_is_refused_and_writes_nothing(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ class Unchanged:
     """Refuses tensors that were written to in place since this was made: the backward pass reads them again."""
 
     def __init__(self, tensors: Iterable[tuple[str, Any]], do: str) -> None:
-        # Not others, such as sharded tensors, whose data is elsewhere; inference tensors count no writes. A wrapper
-        # of torch.func counts its own.
+        # Not others, such as sharded tensors, whose data is elsewhere; inference tensors count no writes. Wrappers
+        # of torch.func count their own.
         plain = ((n, unwrap_derivatives(t)) for n, t in tensors if type(t) in (Tensor, nn.Parameter))
         self.do, self.counts = do, [(n, t, t._version) for n, t in plain if not t.is_inference()]
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,11 +121,10 @@ def _next_free(data: str) -> Path:
     name, number = re.sub(r"[^\w.-]+", "-", re.split("[:/]", data)[-1]), 1
     while True:
         path = Path("runs") / f"{name}-{number}"
-        try:
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-        except FileExistsError:
-            number += 1
+        number += 1
 
 
 def _fit(run: Run, net: nn.Module, images: Images, validation: Images | None, folder: Path | None) -> History:

@@ -1,10 +1,8 @@
-"""A checkpoint on disk: tensors as safetensors or shards, the rest as JSON, checksums; nothing can run code."""
+"""A checkpoint on disk: tensors as safetensors, one file or one per rank, the rest as JSON, and checksums."""
 
 import hashlib
 import json
-import math
 import os
-import pickle
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,17 +20,10 @@ from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 HALF = ".half-"  # begins the name of a checkpoint that is being written
-_PREFIX, _METADATA = "epoch-", ".metadata"
+_PREFIX, _ENDING = "epoch-", ".safetensors"
 # The keys of a complete state.
 _STATE: dict[str, type[Any]] = dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), int)
 _STATE |= {"seconds": float, "warned": bool, "done": list, "identity": dict}
-_IN = "torch.distributed.checkpoint."
-_RECORDS = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata ChunkStorageMetadata"
-_ALLOWED = {  # classes that the metadata of shards may name
-    *("pathlib.PosixPath", "pathlib.WindowsPath", "torch.Size", "torch.serialization._get_layout"),
-    *(_IN + "filesystem._StorageInfo", _IN + "metadata._MEM_FORMAT_ENCODING"),
-    *(f"{_IN}metadata.{name}" for name in _RECORDS.split()),
-}
 
 
 class CheckpointError(RuntimeError):
@@ -117,8 +108,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         content = json.loads((path / STATE).read_bytes())
         state, written = content["state"], content["tensors"]
         _compare(STATE, digest(state), content["sha256"])
-        read = _read_shards if isinstance(written, dict) else _read_tensors
-        return Checkpoint(path, read(path, written), _checked(state))
+        files = written if isinstance(written, dict) else {TENSORS: written}
+        return Checkpoint(path, _read_tensors(path, files), _checked(state))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {said}") from None
@@ -166,12 +157,19 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return all tensors, whole, on the CPU: the shards of one are its rows, in the order of the files."""
     from safetensors.torch import load
 
-    data = (folder / TENSORS).read_bytes()
-    _compare(TENSORS, hashlib.sha256(data).hexdigest(), checksum)
-    return load(data)
+    parts: dict[str, list[Tensor]] = {}
+    for file, checksum in sorted(files.items()):
+        if Path(file).name != file or not file.endswith(_ENDING):
+            raise ValueError(f"tensors must be in {_ENDING} files of the folder, got {file!r:.60}")
+        data = (folder / file).read_bytes()
+        _compare(file, hashlib.sha256(data).hexdigest(), checksum)
+        for name, part in load(data).items():
+            parts.setdefault(name, []).append(part)
+    return {name: torch.cat(found) if len(found) > 1 else found[0] for name, found in parts.items()}
 
 
 def local(value: Any) -> Tensor:
@@ -187,60 +185,23 @@ def is_sharded(*values: Any) -> bool:
     return any(hasattr(value, "full_tensor") for value in values)
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> dict[str, str]:
-    """Write the part of each rank; all call this together. The first one gives the folder and gets checksums."""
-    from torch.distributed.checkpoint import FileSystemWriter, save
+def write_shards(tensors: Mapping[str, Any], folder: Path | None = None) -> dict[str, str]:
+    """Write the rows of each rank; all call this together. The first one gives the folder; returns checksums."""
+    from torch.distributed.tensor import Shard
 
-    given = [folder]
+    given, rank, checksums = [folder], dist.get_rank(), [("", "")] * dist.get_world_size()
     dist.broadcast_object_list(given)
-    place = Path(str(given[0]))
-    save(dict(tensors), storage_writer=FileSystemWriter(place))
-    return {path.name: _file_digest(path) for path in sorted(place.iterdir())} if folder else {}
-
-
-def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return all tensors, whole, on the CPU; no other rank takes part."""
-    from torch.distributed import checkpoint as dcp
-
-    for name, expected in files.items():
-        if Path(name).name != name:
-            raise ValueError(f"a shard must be a file in the folder, got {name!r:.60}")
-        _compare(name, _file_digest(folder / name), expected)
-    with (folder / _METADATA).open("rb") as file:
-        metadata = _Unpickler(file).load()
-    entries = metadata.state_dict_metadata
-    kinds = {type(entry) for entry in entries.values()}
-    read_from = {info.relative_path for info in metadata.storage_data.values()}
-    if kinds != {dcp.metadata.TensorStorageMetadata} or not read_from <= {*files}:
-        raise ValueError(f"{_METADATA} must describe tensors in {', '.join(sorted(files))}, got something else")
-    size = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values())
-    if size > (held := sum((folder / name).stat().st_size for name in files)):
-        raise ValueError(f"{_METADATA} describes {size:,} bytes of tensors, but the files have {held:,}")
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    reader: Any = dcp.FileSystemReader(folder)
-    reader.read_metadata = lambda *args, **options: metadata  # PyTorch would unpickle it
-    try:  # `load` would wait for other ranks in the versions of PyTorch without no_dist
-        dcp.state_dict_loader._load_state_dict(tensors, reader, no_dist=True)
-    except dcp.api.CheckpointException as error:  # a BaseException
-        raise ValueError(f"its shards cannot be read: {list(error.failures.values())}") from None
-    return tensors
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds the records of a checkpoint's metadata and nothing else, so that a forged file runs no code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if f"{module}.{name}" not in _ALLOWED and not is_type:
-            raise ValueError(f"{_METADATA} names {module}.{name}, which tensors do not need")
-        return super().find_class(module, name)
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            own[name] = tensor.redistribute(placements=[Shard(0)] * tensor.device_mesh.ndim).to_local()
+        elif rank == 0:  # the others have the same
+            own[name] = tensor
+    path = Path(str(given[0])) / f"rank-{rank:05d}{_ENDING}"
+    dist.all_gather_object(checksums, (path.name, _write_tensors(path, own)))
+    return dict(checksums)
 
 
 def _compare(name: str, got: str, expected: str) -> None:
     if got != expected:
         raise ValueError(f"{name} has the SHA-256 {got}, expected {expected}")
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:  # a block at a time: a shard may be as large as the memory of a GPU
-        return hashlib.file_digest(file, "sha256").hexdigest()

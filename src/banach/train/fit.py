@@ -281,10 +281,8 @@ def _contraction(state: TrainState) -> float | None:
     wanted = settings.monitor and not (settings.sharded and state.ranks.count > 1)
     if not wanted or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         return None
-    if isinstance(data, Loader):
-        few: Any = data.few
-    else:
-        few = data.images.normalise(data.images.pixels[: state.monitor.samples])
+    samples = slice(state.monitor.samples)
+    few: Any = data.few if isinstance(data, Loader) else data.images.normalise(data.images.pixels[samples])
     try:
         state.monitor(net, few)
     except RuntimeError as error:  # such as of a layer without second derivative

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,10 @@ def curves(
     charts = []
     for title, fields, kind in panels:
         rule: Any = BELOW if "sigma" in fields.values() else (eps, f"eps = {eps}") if kind == "log" else None
-        if len(runs) == 1:
-            (epochs,) = runs.values()
-            lines = {title: {label: points(epochs, field) for label, field in fields.items()}}
-        else:
-            named = {f"{title}, {label}".rstrip(", "): field for label, field in fields.items()}
-            lines = {one: {run: points(epochs, named[one]) for run, epochs in runs.items()} for one in named}
+        lines: dict[str, dict[str, Points]] = {}
+        for (label, field), (run, epochs) in product(fields.items(), runs.items()):
+            chart, line = (title, label) if len(runs) == 1 else (f"{title}, {label}".rstrip(", "), run)
+            lines.setdefault(chart, {})[line] = points(epochs, field)
         charts += [line_chart(one, across, shown, kind, rule) for one, shown in lines.items()]
     return [chart for chart in charts if chart is not None]
 
