@@ -1,6 +1,7 @@
 """What the backward pass evaluates is R as it was in the forward pass: its weights, its mode, its attention."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -379,6 +380,41 @@ def test_parametrised_weights_that_are_cached_get_their_gradient(mode: Mode) -> 
     wanted = gradient(net)
     with parametrize.cached():
         torch.testing.assert_close(gradient(net), wanted)
+
+
+class Recording(Cell):
+    """Stores a tensor on itself, for a plot or another loss."""
+
+    scale: Tensor | float = 1.0
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        value = self.scale * super().forward(u, v)
+        self.last = value.detach()
+        return value
+
+
+@pytest.mark.parametrize("mode", [Implicit(m, ADJOINT) for m in METHODS], ids=str)
+def test_a_network_that_stores_a_tensor_is_copied_after_the_backward_pass(mode: Mode) -> None:
+    """It was left with a wrapper of torch.func, which copies and pickles refuse."""
+    net = network(Recording, mode)
+    check_exact(net)
+    kept = copy.deepcopy(net).R.last
+    torch.testing.assert_close(kept, net.latent(IMAGES)[0].detach())
+    assert pickle.loads(pickle.dumps(net)).R.last.equal(net.R.last)
+
+
+def test_an_attribute_of_a_transform_that_is_running_keeps_its_derivative() -> None:
+    """A backward pass in between evaluates the module that holds it."""
+    net = network(Recording, Implicit(GMRES(), ADJOINT))
+
+    def loss(scale: Tensor) -> Tensor:
+        net.R.scale = scale
+        torch.func.vjp(net, IMAGES)[1](torch.ones(8, 2, dtype=torch.float64))
+        return net(IMAGES).sum()
+
+    point, h = torch.tensor(0.8, dtype=torch.float64), 1e-5
+    wanted = (loss(point + h) - loss(point - h)) / (2 * h)
+    torch.testing.assert_close(torch.func.grad(loss)(point), wanted.detach(), rtol=1e-6, atol=0)
 
 
 class Attention(nn.Module):

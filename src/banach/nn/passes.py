@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.layers import draws_masks, is_hooked, modules_of, watched
-from banach.solve.context import assigned, unwrap_derivatives
+from banach.solve.context import assigned, functorch, unwrap_derivatives
 
 Result = TypeVar("Result")
 Named = dict[str, Tensor]
@@ -75,9 +75,9 @@ class Pass:
     def evaluate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """Return R(u, v). `index` says which samples of the batch these are, when some have left it."""
         with self._masks_of(index):
-            if not self.open and self.remembered is not None and self.remembered.differs():
-                return self.remembered.call(u, v, self.buffers.fresh())
-            return self.buffers.call(u, v, last=self.open)
+            if self.open or self.remembered is None:
+                return self.buffers.call(u, v, last=self.open)
+            return self.remembered.call(u, v, self.buffers)
 
     def evaluate_in_solve(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """Return R(u, v), not recorded and not the last of the pass: if possible without an update of buffers."""
@@ -161,10 +161,24 @@ class Remembered:
         same = all(now.get(name) is tensor for name, tensor in self.parameters.items())
         return not same or any(module.training != mode for module, mode in self.training)
 
-    def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
-        """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
-        with assigned([(module, "training", mode) for module, mode in self.training]):
-            return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v), tie_weights=False)
+    def call(self, u: Latent, v: Latent, buffers: "Buffers") -> Latent:
+        """Return R(u, v) with the parameters, modes and buffers of the pass."""
+        if self.differs():
+            named = {**self.parameters, **buffers.fresh()}
+            with assigned([(module, "training", mode) for module, mode in self.training]):
+                value = torch.func.functional_call(self.R, named, (u, v), tie_weights=False)
+        else:
+            value = buffers.call(u, v, last=False)
+        self._unwrap_attributes()
+        return value
+
+    def _unwrap_attributes(self) -> None:
+        """Unwrap what R has just stored on itself inside a vjp: torch can neither copy nor pickle its wrappers."""
+        running = functorch.peek_interpreter_stack()
+        for attributes in () if running is None else [module.__dict__ for module, _ in self.training]:
+            for name, value in list(attributes.items()):
+                if isinstance(value, Tensor):
+                    attributes[name] = unwrap_derivatives(value, lambda level: level == running.level())
 
 
 def pass_of(layer: Any) -> Pass | None:
