@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,38 @@ def test_a_signal_before_or_after_training(capsys: Any, monkeypatch: Any, number
     assert main(["train", "--resume", "run"] if split == "test" else [*command, "run"]) == 0
     assert main([*command, "whole"]) == 0
     assert same("run", "whole")
+
+
+RANK = """
+import atexit, builtins, os, sys, types
+from banach.cli import entry
+class Late:  # like a thread of gloo: it ends a process that finalises Python, with another exit code
+    def __del__(self):
+        os._exit(70)
+builtins.late = Late()
+def command():
+    atexit.register(print, "hook")
+    print("output")
+    {ending}
+sys.modules["banach.cli.app"] = types.SimpleNamespace(main=command)
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("return 2", 2), ("os.kill(os.getpid(), 15)", 128 + 15), ("raise KeyError('bug')", 1)]
+)
+def test_a_rank_ends_without_finalising_python(ending: str, code: int) -> None:
+    """After a complete run a rank of torchrun aborted: a thread of gloo freed a tensor while Python finalised.
+
+    Output is written, exit hooks run, and the exit code is that of the command.
+    """
+    command = [sys.executable, "-c", RANK.format(ending=ending)]
+    own = {**os.environ, "PYTHONPATH": str(Path(entry.__file__).parents[2]), "PYTHONUNBUFFERED": ""}
+    for started, expected in (({}, 70), ({"TORCHELASTIC_RUN_ID": "test"}, code)):
+        done = subprocess.run(command, env=own | started, capture_output=True, text=True, check=False)
+        assert done.returncode == expected, done.stderr
+        assert done.stdout == "output\nhook\n"
 
 
 def test_a_signal_in_the_last_step_stops_before_the_test_set(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

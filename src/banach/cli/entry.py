@@ -1,5 +1,7 @@
 """The entry point of `banach`: exit codes of signals, and what is missing if only the library was installed."""
 
+import atexit
+import os
 import signal
 import sys
 from typing import Any
@@ -25,9 +27,28 @@ def main() -> int:
             raise
         print(f"banach: the command line needs {error.name}; run: pip install 'banach[app]'", file=sys.stderr)
         return 2
-    return run()
+    code = 1  # of an uncaught exception
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
+        atexit.register(lambda: _end_rank(code))  # registered before those of torch, so it runs after them
+    try:
+        code = run()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+        raise
+    return code
 
 
 def _exit(number: int, frame: Any) -> None:
     print("banach: stopped", file=sys.stderr)
     raise SystemExit(128 + number)
+
+
+def _end_rank(code: int) -> None:
+    """End the process without finalising Python, after all other exit hooks.
+
+    Threads of gloo cannot be joined: caches of PyTorch keep the process group after it was destroyed. Until Python
+    3.14 a thread that then frees a tensor while Python finalises aborts the process (pytorch/pytorch#190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
