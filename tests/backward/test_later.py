@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -221,6 +222,22 @@ def test_a_function_in_a_loop_reads_its_own_values_in_the_backward_pass(mode: Mo
     assert scripts[1]["shifted"].calls > 100
 
 
+@later
+def test_T_compares_functions(mode: Mode) -> None:
+    """Found as a KeyError: in the backward pass functions called by T were others, though no variable changed."""
+    script: dict[str, Any] = {"A": (0.15 * normal(6, 6, seed=3)).requires_grad_(), "torch": torch}
+    exec(
+        "def act(w): return torch.tanh(w @ A)\nshare = {act: 0.5}\nT = lambda u, v: share[act] * act(u) + v",
+        script,
+    )
+    u = fixed_point(script["T"], LATENTS, inputs=(LATENTS,), tolerance=TIGHT, backward=mode)
+    z = torch.zeros_like(LATENTS)
+    for _ in range(100):
+        z = 0.5 * torch.tanh(z @ script["A"]) + LATENTS
+    got, wanted = (torch.autograd.grad((one**2).sum(), script["A"])[0] for one in (u, z))
+    torch.testing.assert_close(got, wanted)
+
+
 def test_a_function_that_counts_its_calls_goes_on_counting() -> None:
     calls, shift = 0, LATENTS
 
@@ -265,6 +282,19 @@ def test_a_value_written_to_after_a_checkpoint_is_no_change() -> None:
     u = LATENTS.detach()
     kept = (a * (a * u + 1) + 1 > 0).double()
     torch.testing.assert_close(a.grad, (kept * (2 * a * u + 1)).sum())
+
+
+def test_a_checkpoint_whose_value_cannot_be_compared() -> None:
+    """Found as errors: inference tensors count no writes, and fake tensors have no values."""
+    with torch.inference_mode():
+        constant = torch.ones(3, 6)
+    v, mode = torch.ones(3, 6, requires_grad=True), Unroll(2, checkpoint=True)
+    z, _ = mode.attach(lambda z: (0.5 * z[0] + v, constant), (torch.zeros(3, 6), torch.ones(3, 6)))
+    torch.testing.assert_close(torch.autograd.grad(z.sum(), v)[0], torch.full((3, 6), 1.5))
+    with FakeTensorMode():
+        x = torch.ones(3, 6, requires_grad=True)
+        mode.attach(lambda z: 0.5 * z + x, torch.zeros(3, 6)).sum().backward()
+        assert x.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

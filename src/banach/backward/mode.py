@@ -1,9 +1,8 @@
 """The one method a backward mode has, and checks that several modes share."""
 
 import dis
-import functools
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -50,39 +49,60 @@ class Unchanged:
                 raise RuntimeError(f"{what}, which needs it as it was: {self.do}")
 
 
-def as_of_now(T: Map, known: dict[Map, Map] | None = None) -> Map:
+def as_of_now(T: Map) -> Map:
     """Return T for the backward pass: a plain function reads the variables around it as they are now.
 
     Of a variable in a loop, a lambda would read the last value, as would functions of its module that it calls.
-    Variables that a function assigns, such as a counter, it shares with the function that is returned.
+    Variables that a function assigns, such as a counter, it shares with the function that is returned. Until a
+    variable is changed, T itself is called: what compares functions sees the same ones.
     """
-    if type(T) is not FunctionType or hasattr(T, "__wrapped__") or torch.compiler.is_compiling():
+    if type(T) is not FunctionType or torch.compiler.is_compiling():
         return T
-    known = {} if known is None else known  # a function may call itself
-    code, around = T.__code__, T.__globals__
-    used, own = _names(code)
-    if T in known or around.keys() & used & own:
-        return known.get(T, T)
+    read: list[tuple[Callable[[], Any], Any]] = []
+    earlier = _earlier(T, {}, read)
 
-    def evaluate(*given: Any, **named: Any) -> Any:
-        earlier = FunctionType(code, {**around, **now}, None, T.__defaults__, cells)
-        earlier.__kwdefaults__ = T.__kwdefaults__
-        return earlier(*given, **named)
+    def evaluate(*given: Any) -> Latent:
+        return (T if all(get() is value for get, value in read) else earlier)(*given)
 
-    def kept(value: Any) -> Any:
-        same = type(value) is FunctionType and value.__globals__ is around
-        return as_of_now(value, known) if same else value
-
-    known[T], evaluate.__dict__ = evaluate, T.__dict__
-    now = {name: kept(around[name]) for name in used & around.keys()}
-    cells: Any = T.__closure__
-    with suppress(ValueError):  # a variable without a value
-        pairs = zip(code.co_freevars, cells or (), strict=True)
-        cells = tuple([cell if name in own else CellType(kept(cell.cell_contents)) for name, cell in pairs])
     return evaluate
 
 
-@functools.lru_cache
+def _earlier(T: Map, known: dict[Map, Map], read: list[tuple[Callable[[], Any], Any]]) -> Map:
+    """Return T with the variables that it reads now, which are added to `read`."""
+    code, around = T.__code__, T.__globals__
+    used, own = _names(code)
+    if T in known or hasattr(T, "__wrapped__") or around.keys() & used & own:
+        return known.get(T, T)  # a function may call itself
+
+    def evaluate(*given: Any, **named: Any) -> Any:
+        earlier = FunctionType(code, {**around, **now}, T.__name__, T.__defaults__, cells)
+        earlier.__kwdefaults__ = T.__kwdefaults__
+        return earlier(*given, **named)
+
+    def kept(get: Callable[[], Any]) -> Any:
+        read.append((get, value := get()))
+        same = type(value) is FunctionType and value.__globals__ is around
+        return _earlier(value, known, read) if same else value
+
+    def copied(name: str, cell: CellType) -> CellType:
+        get = partial(_value, cell)
+        return cell if name in own or get() is cell else CellType(kept(get))
+
+    known[T], evaluate.__dict__ = evaluate, T.__dict__
+    now = {name: kept(partial(around.get, name)) for name in used & around.keys()}
+    cells = tuple(map(copied, code.co_freevars, T.__closure__ or ()))
+    return evaluate
+
+
+def _value(cell: CellType) -> Any:
+    """Return the value of a variable, its cell if it has none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
+
+
+@lru_cache(2**12)
 def _names(code: CodeType) -> tuple[set[str], set[str]]:
     """Return the global names that a function and those inside it use, and names that they assign around it."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from banach import checks
@@ -37,6 +38,8 @@ class Unroll:
         keep = self.checkpoint and torch.is_grad_enabled()
         read = unchanged(T, z, inputs) if keep else None
         T = as_of_now(T) if keep else T
+        one = leaves(z)[0]  # fake tensors, for one, have no values to compare
+        watch = keep and one.is_cpu and type(one) is Tensor and not torch.compiler.is_compiling()
 
         def step(z: Latent, *inputs: Any) -> Latent:
             if read is not None:
@@ -51,7 +54,7 @@ class Unroll:
             given = (map_leaves(lambda a, b: b.to(a.dtype), z_star, z), *inputs)
             if not keep:
                 z = step(*given)
-            elif number == self.steps and not torch.compiler.is_compiling() and leaves(z)[0].is_cpu:
+            elif watch and number == self.steps:
                 z = _last(step, given, Space.of(z_star, coupled=coupled))
             else:
                 z = checkpoint(step, *given, use_reentrant=False)
@@ -81,4 +84,4 @@ def _last(step: Map, given: tuple[Any, ...], space: Space) -> Latent:
 
 
 def _versions(value: Latent) -> list[int]:
-    return [leaf._version for leaf in leaves(value)]
+    return [leaf._version for leaf in leaves(value) if not leaf.is_inference()]
