@@ -60,11 +60,7 @@ def as_of_now(T: Map) -> Map:
         return T
     read: list[tuple[Callable[[], Any], Any]] = []
     earlier = _earlier(T, {}, read)
-
-    def evaluate(*given: Any) -> Latent:
-        return (T if all(get() is value for get, value in read) else earlier)(*given)
-
-    return evaluate
+    return lambda *given: (T if all(get() is value for get, value in read) else earlier)(*given)
 
 
 def _earlier(T: Map, known: dict[Map, Map], read: list[tuple[Callable[[], Any], Any]]) -> Map:

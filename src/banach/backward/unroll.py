@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from banach import checks
 from banach.backward.mode import CHANGED, as_of_now, is_other, unchanged
-from banach.latent import Latent, Space, detach, leaves, map_leaves
+from banach.latent import Latent, Space, detach, leaves, map_leaves, versions
 from banach.solve import Map
 from banach.solve.context import rounding
 from banach.solve.warning import AdjointWarning, warn_user
@@ -66,22 +66,18 @@ def _last(step: Map, given: tuple[Any, ...], space: Space) -> Latent:
 
     It does not where the value was written to meanwhile, as by an in-place activation.
     """
-    first: list[tuple[Latent, list[int]]] = []
+    first: list[tuple[Latent, list[int | None]]] = []
     eps = rounding(space)
 
     def watched(*given: Any) -> Latent:
         value = step(*given)
         if not first:
-            first.append((detach(value), _versions(value)))
+            first.append((detach(value), versions(leaves(value))))
             return value
         was, written = first[0]
-        if _versions(was) == written and is_other(detach(value), was, space, eps):
+        if versions(leaves(was)) == written and is_other(detach(value), was, space, eps):
             warn_user(CHANGED, AdjointWarning)
         return value
 
     with set_checkpoint_early_stop(False):  # so that the value is computed again, and not only what autograd saved
         return checkpoint(watched, *given, use_reentrant=False)
-
-
-def _versions(value: Latent) -> list[int]:
-    return [leaf._version for leaf in leaves(value) if not leaf.is_inference()]
