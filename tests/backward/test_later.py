@@ -1,6 +1,8 @@
 """What the backward pass evaluates is R as it was in the forward pass: its weights, its mode, its attention."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -223,19 +225,37 @@ def test_a_function_in_a_loop_reads_its_own_values_in_the_backward_pass(mode: Mo
 
 
 @later
-def test_T_compares_functions(mode: Mode) -> None:
-    """Found as a KeyError: in the backward pass functions called by T were others, though no variable changed."""
-    script: dict[str, Any] = {"A": (0.15 * normal(6, 6, seed=3)).requires_grad_(), "torch": torch}
+@pytest.mark.parametrize("shift", [LATENTS, None])
+def test_T_compares_functions(shift: Tensor | None, mode: Mode) -> None:
+    """Found as a KeyError: in the backward pass functions called by T were others, whether they changed or not."""
+    A = (0.15 * normal(6, 6, seed=3)).requires_grad_()
+    script: dict[str, Any] = {"A": A, "torch": torch, "shift": LATENTS}
     exec(
-        "def act(w): return torch.tanh(w @ A)\nshare = {act: 0.5}\nT = lambda u, v: share[act] * act(u) + v",
+        "def act(w): return torch.tanh(w @ A)\nshare = {act: 0.5}\nT = lambda u: share[act] * act(u) + shift",
         script,
     )
-    u = fixed_point(script["T"], LATENTS, inputs=(LATENTS,), tolerance=TIGHT, backward=mode)
+    u = fixed_point(script["T"], LATENTS, tolerance=TIGHT, backward=mode)
     z = torch.zeros_like(LATENTS)
     for _ in range(100):
-        z = 0.5 * torch.tanh(z @ script["A"]) + LATENTS
-    got, wanted = (torch.autograd.grad((one**2).sum(), script["A"])[0] for one in (u, z))
+        z = 0.5 * torch.tanh(z @ A) + LATENTS
+    script["shift"] = shift
+    got, wanted = (torch.autograd.grad((one**2).sum(), A)[0] for one in (u, z))
     torch.testing.assert_close(got, wanted)
+
+
+@later
+def test_a_function_that_calls_itself_keeps_no_graph(mode: Mode) -> None:
+    """What it reads was kept until the garbage collector ran: a graph per step, on a GPU until memory was full."""
+    script: dict[str, Any] = {"v": LATENTS.clone().requires_grad_() * 1}
+    alive = weakref.ref(script["v"])
+    exec("def f(u, again=True): return f(u, False) if again else 0.5 * u + v\nT = lambda u: f(u)", script)
+    gc.disable()
+    try:
+        mode.attach(script["T"], LATENTS).sum().backward()
+        del script["v"]
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_function_that_counts_its_calls_goes_on_counting() -> None:

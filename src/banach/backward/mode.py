@@ -1,8 +1,9 @@
 """The one method a backward mode has, and checks that several modes share."""
 
 import dis
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -53,49 +54,70 @@ def as_of_now(T: Map) -> Map:
     """Return T for the backward pass: a plain function reads the variables around it as they are now.
 
     Of a variable in a loop, a lambda would read the last value, as would functions of its module that it calls.
-    Variables that a function assigns, such as a counter, it shares with the function that is returned. Until a
-    variable is changed, T itself is called: what compares functions sees the same ones.
+    Variables that a function assigns, such as a counter, it shares with the function that is returned. Functions
+    that read no changed variable stay what they are, since T may compare them.
     """
     if type(T) is not FunctionType or torch.compiler.is_compiling():
         return T
-    read: list[tuple[Callable[[], Any], Any]] = []
-    earlier = _earlier(T, {}, read)
-    return lambda *given: (T if all(get() is value for get, value in read) else earlier)(*given)
+    read: _Reads = {}
+    called: list[Any] = [T]
+    for f in called:
+        if type(f) is FunctionType and f.__globals__ is T.__globals__ and f not in read:
+            read[f] = _variables(f)
+            called += [value for part in read[f] for value in part.values()]
 
+    def evaluate(*given: Any) -> Latent:
+        stale: _Reads = {}
+        while more := {f: then for f, then in read.items() if f not in stale and _changed(f, then, stale)}:
+            stale |= more
+        return (_earlier(T, stale) if stale else T)(*given)
 
-def _earlier(T: Map, known: dict[Map, Map], read: list[tuple[Callable[[], Any], Any]]) -> Map:
-    """Return T with the variables that it reads now, which are added to `read`."""
-    code, around = T.__code__, T.__globals__
-    used, own = _names(code)
-    if T in known or hasattr(T, "__wrapped__") or around.keys() & used & own:
-        return known.get(T, T)  # a function may call itself
-
-    def evaluate(*given: Any, **named: Any) -> Any:
-        earlier = FunctionType(code, {**around, **now}, T.__name__, T.__defaults__, cells)
-        earlier.__kwdefaults__ = T.__kwdefaults__
-        return earlier(*given, **named)
-
-    def kept(get: Callable[[], Any]) -> Any:
-        read.append((get, value := get()))
-        same = type(value) is FunctionType and value.__globals__ is around
-        return _earlier(value, known, read) if same else value
-
-    def copied(name: str, cell: CellType) -> CellType:
-        get = partial(_value, cell)
-        return cell if name in own or get() is cell else CellType(kept(get))
-
-    known[T], evaluate.__dict__ = evaluate, T.__dict__
-    now = {name: kept(partial(around.get, name)) for name in used & around.keys()}
-    cells = tuple(map(copied, code.co_freevars, T.__closure__ or ()))
     return evaluate
 
 
-def _value(cell: CellType) -> Any:
-    """Return the value of a variable, its cell if it has none."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return cell
+_Reads = dict[Map, tuple[dict[str, Any], dict[str, Any]]]  # of functions, what `_variables` returned
+
+
+def _variables(f: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the global variables that a function reads, and those of functions around it, but none it assigns."""
+    around, free = f.__globals__, zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    used, own = _names(f.__code__)
+    if hasattr(f, "__wrapped__") or around.keys() & used & own:
+        return {}, {}
+    cells: dict[str, Any] = {}
+    for name, cell in free:
+        with suppress(ValueError):  # a variable without a value
+            cells |= {} if name in own else {name: cell.cell_contents}
+    return {name: around[name] for name in used & around.keys()}, cells
+
+
+def _changed(f: Map, then: tuple[dict[str, Any], dict[str, Any]], stale: _Reads) -> bool:
+    pairs = [
+        (was, now.get(name, now))
+        for part, now in zip(then, _variables(f), strict=True)
+        for name, was in part.items()
+    ]
+    return any(was is not now or (type(was) is FunctionType and was in stale) for was, now in pairs)
+
+
+def _earlier(value: Any, stale: _Reads) -> Any:
+    """Return a stale function with its variables as they were, any other value as it is."""
+    if type(value) is not FunctionType or value not in stale:
+        return value
+
+    def evaluate(*given: Any, **named: Any) -> Any:  # made when called: a function may call itself
+        code = value.__code__
+        variables, free = ({name: _earlier(was, stale) for name, was in part.items()} for part in stale[value])
+        pairs = zip(code.co_freevars, value.__closure__ or (), strict=True)
+        cells = tuple([CellType(free[name]) if name in free else cell for name, cell in pairs])
+        function = FunctionType(
+            code, {**value.__globals__, **variables}, value.__name__, value.__defaults__, cells
+        )
+        function.__kwdefaults__ = value.__kwdefaults__
+        return function(*given, **named)
+
+    evaluate.__dict__ = value.__dict__
+    return evaluate
 
 
 @lru_cache(2**12)
