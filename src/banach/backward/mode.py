@@ -80,23 +80,24 @@ _Reads = dict[Map, tuple[dict[str, Any], dict[str, Any]]]  # of functions, what 
 
 def _variables(f: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the global variables that a function reads, and those of functions around it, but none it assigns."""
-    around, free = f.__globals__, zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
-    used, own = _names(f.__code__)
+    around, (used, own) = f.__globals__, _names(f.__code__)
     if hasattr(f, "__wrapped__") or around.keys() & used & own:
         return {}, {}
-    cells: dict[str, Any] = {}
-    for name, cell in free:
-        with suppress(ValueError):  # a variable without a value
-            cells |= {} if name in own else {name: cell.cell_contents}
+    cells = {name: value for name, value in _cells(f).items() if name not in own}
     return {name: around[name] for name in used & around.keys()}, cells
 
 
-def _changed(f: Map, then: tuple[dict[str, Any], dict[str, Any]], stale: _Reads) -> bool:
-    pairs = [
-        (was, now.get(name, now))
-        for part, now in zip(then, _variables(f), strict=True)
-        for name, was in part.items()
-    ]
+def _cells(f: Any) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable without a value
+            found[name] = cell.cell_contents
+    return found
+
+
+def _changed(f: Any, then: tuple[dict[str, Any], dict[str, Any]], stale: _Reads) -> bool:
+    parts = zip(then, (f.__globals__, _cells(f)), strict=True)
+    pairs = [(was, now.get(name, now)) for part, now in parts for name, was in part.items()]
     return any(was is not now or (type(was) is FunctionType and was in stale) for was, now in pairs)
 
 
@@ -106,13 +107,11 @@ def _earlier(value: Any, stale: _Reads) -> Any:
         return value
 
     def evaluate(*given: Any, **named: Any) -> Any:  # made when called: a function may call itself
-        code = value.__code__
-        variables, free = ({name: _earlier(was, stale) for name, was in part.items()} for part in stale[value])
+        code, around = value.__code__, value.__globals__
+        now, free = ({name: _earlier(was, stale) for name, was in part.items()} for part in stale[value])
         pairs = zip(code.co_freevars, value.__closure__ or (), strict=True)
         cells = tuple([CellType(free[name]) if name in free else cell for name, cell in pairs])
-        function = FunctionType(
-            code, {**value.__globals__, **variables}, value.__name__, value.__defaults__, cells
-        )
+        function = FunctionType(code, {**around, **now}, value.__name__, value.__defaults__, cells)
         function.__kwdefaults__ = value.__kwdefaults__
         return function(*given, **named)
 
