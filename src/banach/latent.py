@@ -47,6 +47,11 @@ def leaves_like(template: Latent, nest: Latent, what: str) -> list[Tensor]:
     raise TypeError(f"{what} must keep the structure of z0: expected {outline(template)}, got {outline(nest)}")
 
 
+def versions(tensors: list[Tensor]) -> list[int | None]:
+    """Return how often each tensor was written to; None where that is not counted."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def rebuild(template: Latent, parts: Iterable[Tensor]) -> Latent:
     """Return the nest shaped like `template` whose tensors are `parts`."""
     parts = iter(parts)  # an iterator stays what it is: each call below takes what it needs

@@ -1,6 +1,8 @@
 """fixed_point() and ImplicitNetwork: Q, then solve, then attach, then S."""
 
 from collections.abc import Callable
+from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -54,7 +56,8 @@ def fixed_point(
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
     if found.failures:
-        owner = getattr(T, "__code__", T)  # a lambda is a new function in every turn of a loop
+        owner = unwrap(T.func if isinstance(T, partial) else T)
+        owner = getattr(owner, "__code__", owner)  # a lambda is a new function in every turn of a loop
         found = warn_unconverged(found, T, tuple(inputs), coupled=coupled, owner=owner)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z

@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -238,6 +239,26 @@ def test_a_function_made_again_in_every_turn_of_a_loop_is_probed_once() -> None:
 
         caught(T, torch.eye(3), tolerance=tolerance)
     assert len(calls) == 3 * 3 + 3
+
+    def shifted(b: float, z: Tensor) -> Tensor:
+        calls.append(len(z))
+        return 0.9 * z + b
+
+    calls.clear()
+    for _ in range(3):
+        caught(partial(shifted, 1.0), torch.eye(3), tolerance=tolerance)
+    assert len(calls) == 3 * 3 + 3
+
+
+def test_a_decorated_function_is_probed_for_itself() -> None:
+    """Functions of one decorator share its code: the second one was not probed."""
+
+    def plain(f: Any) -> Any:
+        return wraps(f)(lambda z: f(z))
+
+    maps = plain(lambda z: 0.9 * z + 1), plain(lambda z: 0.9 * z + z.mean(0) + 1)
+    faults = [caught(T, torch.eye(3), tolerance=Tolerance(atol=1e-9, max_steps=2))[1].fault for T in maps]
+    assert faults == [None, Fault.MIXES]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -73,6 +74,24 @@ def _work(rank: int, count: int, folder: str, job: str, given: tuple[Any, ...]) 
 def whole(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return sharded tensors gathered from all ranks."""
     return {name: v.full_tensor() if checkpoint.is_sharded(v) else v for name, v in tensors.items()}
+
+
+def layouts(rank: int, count: int, folder: Path) -> None:
+    """Store tensors that are sharded in several ways, and the checksums of their files."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (count,))
+    placed = {"rows": Shard(0), "one": Shard(0), "columns": Shard(1), "copies": Replicate()}
+    given = {name: distribute_tensor(value, mesh, [placed[name]]) for name, value in several().items()}
+    written = checkpoint.write_shards(given, None if rank else folder)
+    (folder / f"layouts-{rank}.json").write_text(json.dumps(written))
+
+
+def several() -> dict[str, Tensor]:
+    """Return tensors of several shapes and types; of one, some ranks have no row."""
+    shapes = {"rows": (5, 2), "one": (1, 3), "columns": (4, 5), "copies": (3,)}
+    return {name: torch.arange(math.prod(s)).reshape(s).to(torch.bfloat16) for name, s in shapes.items()}
 
 
 def images(count: int) -> Images:

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from banach import JFB, Anderson, Implicit, Neumann, Picard, Tolerance, Unroll
 from banach.data import Batches
 from banach.train import CheckpointError, Run, RunError, fit, read_checkpoint
+from banach.train.checkpoint import _read_tensors
 from banach.train.distributed import Ranks, joined
 from train import parts_train
-from train.ranks_train import changes, coupled_network, images, one_step, run_settings, start
+from train.ranks_train import changes, coupled_network, images, one_step, run_settings, several, start
 
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")  # 2.6 has not
 needs_shards = pytest.mark.skipif(not SHARDS_HERE, reason="this PyTorch shards on GPUs only")
@@ -171,6 +172,15 @@ def test_damaged_shards_and_those_of_older_versions_are_refused(tmp_path: Path) 
     (folder / SHARDS[1]).write_bytes(b"x" + (folder / SHARDS[1]).read_bytes()[1:])
     with pytest.raises(CheckpointError, match="SHA-256"):
         read_checkpoint(folder)
+
+
+@needs_shards
+def test_every_layout_of_shards_is_read_whole(tmp_path: Path) -> None:
+    assert start("layouts", 2, tmp_path) == [0, 0]
+    first, second = (json.loads((tmp_path / f"layouts-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    found = _read_tensors(tmp_path, first)
+    torch.testing.assert_close(found, several(), rtol=0, atol=0)
 
 
 COMMAND = ["train", "--epochs", "2", "--subset", "160", "--no-tensorboard", "--no-batch-norm", "--device", "cpu"]

@@ -1,9 +1,8 @@
 """The one method a backward mode has, and checks that several modes share."""
 
 import dis
-import functools
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -50,39 +49,32 @@ class Unchanged:
                 raise RuntimeError(f"{what}, which needs it as it was: {self.do}")
 
 
-def as_of_now(T: Map, known: dict[Map, Map] | None = None) -> Map:
+def as_of_now(T: Map) -> Map:
     """Return T for the backward pass: a plain function reads the variables around it as they are now.
 
-    Of a variable in a loop, a lambda would read the last value, as would functions of its module that it calls.
-    Variables that a function assigns, such as a counter, it shares with the function that is returned.
+    Of a variable in a loop, a lambda would read the last value. Variables that T assigns, such as a counter, it
+    shares with the function that is returned. What other functions read that T calls is not kept.
     """
     if type(T) is not FunctionType or hasattr(T, "__wrapped__") or torch.compiler.is_compiling():
         return T
-    known = {} if known is None else known  # a function may call itself
     code, around = T.__code__, T.__globals__
     used, own = _names(code)
-    if T in known or around.keys() & used & own:
-        return known.get(T, T)
+    now = {name: around[name] for name in used & around.keys()}
+    pairs = zip(code.co_freevars, T.__closure__ or (), strict=True)
+    try:
+        cells = tuple([cell if name in own else CellType(cell.cell_contents) for name, cell in pairs])
+    except ValueError:  # a variable without a value
+        return T
 
-    def evaluate(*given: Any, **named: Any) -> Any:
+    def evaluate(*given: Any) -> Latent:
         earlier = FunctionType(code, {**around, **now}, None, T.__defaults__, cells)
         earlier.__kwdefaults__ = T.__kwdefaults__
-        return earlier(*given, **named)
+        return earlier(*given)
 
-    def kept(value: Any) -> Any:
-        same = type(value) is FunctionType and value.__globals__ is around
-        return as_of_now(value, known) if same else value
-
-    known[T], evaluate.__dict__ = evaluate, T.__dict__
-    now = {name: kept(around[name]) for name in used & around.keys()}
-    cells: Any = T.__closure__
-    with suppress(ValueError):  # a variable without a value
-        pairs = zip(code.co_freevars, cells or (), strict=True)
-        cells = tuple([cell if name in own else CellType(kept(cell.cell_contents)) for name, cell in pairs])
-    return evaluate
+    return T if now.keys() & own else evaluate
 
 
-@functools.lru_cache
+@lru_cache
 def _names(code: CodeType) -> tuple[set[str], set[str]]:
     """Return the global names that a function and those inside it use, and names that they assign around it."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]

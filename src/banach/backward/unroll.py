@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from banach import checks
 from banach.backward.mode import CHANGED, as_of_now, is_other, unchanged
-from banach.latent import Latent, Space, detach, leaves, map_leaves
+from banach.latent import Latent, Space, detach, leaves, map_leaves, versions
 from banach.solve import Map
 from banach.solve.context import rounding
 from banach.solve.warning import AdjointWarning, warn_user
@@ -37,6 +38,8 @@ class Unroll:
         keep = self.checkpoint and torch.is_grad_enabled()
         read = unchanged(T, z, inputs) if keep else None
         T = as_of_now(T) if keep else T
+        one = leaves(z)[0]  # fake tensors, for one, have no values to compare
+        watch = keep and one.is_cpu and type(one) is Tensor and not torch.compiler.is_compiling()
 
         def step(z: Latent, *inputs: Any) -> Latent:
             if read is not None:
@@ -51,7 +54,7 @@ class Unroll:
             given = (map_leaves(lambda a, b: b.to(a.dtype), z_star, z), *inputs)
             if not keep:
                 z = step(*given)
-            elif number == self.steps and not torch.compiler.is_compiling() and leaves(z)[0].is_cpu:
+            elif watch and number == self.steps:
                 z = _last(step, given, Space.of(z_star, coupled=coupled))
             else:
                 z = checkpoint(step, *given, use_reentrant=False)
@@ -63,22 +66,18 @@ def _last(step: Map, given: tuple[Any, ...], space: Space) -> Latent:
 
     It does not where the value was written to meanwhile, as by an in-place activation.
     """
-    first: list[tuple[Latent, list[int]]] = []
+    first: list[tuple[Latent, list[int | None]]] = []
     eps = rounding(space)
 
     def watched(*given: Any) -> Latent:
         value = step(*given)
         if not first:
-            first.append((detach(value), _versions(value)))
+            first.append((detach(value), versions(leaves(value))))
             return value
         was, written = first[0]
-        if _versions(was) == written and is_other(detach(value), was, space, eps):
+        if versions(leaves(was)) == written and is_other(detach(value), was, space, eps):
             warn_user(CHANGED, AdjointWarning)
         return value
 
     with set_checkpoint_early_stop(False):  # so that the value is computed again, and not only what autograd saved
         return checkpoint(watched, *given, use_reentrant=False)
-
-
-def _versions(value: Latent) -> list[int]:
-    return [leaf._version for leaf in leaves(value)]

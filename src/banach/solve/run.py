@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, Space, leaves, map_leaves, select
+from banach.latent import Latent, Space, leaves, map_leaves, select, versions
 from banach.solve.context import functorch, is_transformed, rounding, unwrap_derivatives, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
@@ -184,7 +184,7 @@ class SolveRun:
                 nest = map_leaves(Tensor.clone, nest)
         # Not z, of which a nest or a short type is a copy. Dynamo does not see the counts.
         given = () if compiling else (leaves(nest), leaves(self.inputs))
-        before = [_versions(part) for part in given]
+        before = [versions(part) for part in given]
         try:
             value = self.T(nest, *self.inputs)
         except RuntimeError as error:  # subclasses, such as a CUDA error of an earlier kernel, have other causes
@@ -192,7 +192,7 @@ class SolveRun:
                 got = f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error})"
                 raise TypeError(f"{got}; give z0 the dtype and device of T's weights") from error
             raise
-        rows, after = self.space.rows(value), [_versions(part) for part in given]
+        rows, after = self.space.rows(value), [versions(part) for part in given]
         mapped = map(functorch.is_batchedtensor, map(unwrap_derivatives, (z, rows)))
         if not compiling and is_transformed() and any(mapped):
             raise RuntimeError(_VMAPPED)
@@ -309,8 +309,3 @@ def _per_sample(space: Space, scale: float, columns: Sequence[Array]) -> dict[st
     residual, steps, met, *flags = columns
     parts = (residual * scale, met.bool(), steps.long(), *(flag.bool() for flag in flags))
     return dict(zip(DEFERRED, map(space.spread, parts), strict=True))
-
-
-def _versions(tensors: list[Tensor]) -> list[int | None]:
-    """Return how often each tensor was written to; None where that is not counted."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
