@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,59 +11,25 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
 
+from backward.cells_backward import ADJOINT, IMAGES, LATENTS, TIGHT, Cell, check_exact, gradient, network
 from backward.systems_backward import METHODS
 from banach import (
     GMRES,
     JFB,
     AdjointWarning,
     Implicit,
-    ImplicitNetwork,
     Neumann,
-    NormalCG,
     Tolerance,
     Unroll,
-    diagnose,
     fixed_point,
 )
 from banach.backward import Mode
-from networks import OnceSine, by_hand
+from networks import by_hand
 from problems import normal
 
-TIGHT = Tolerance(atol=1e-13, max_steps=999)
-ADJOINT = Tolerance(atol=0, rtol=1e-10, max_steps=200)
 LATER: tuple[Mode, ...] = (Implicit(), Unroll(100, checkpoint=True))
 later = pytest.mark.parametrize("mode", LATER, ids=str)
-IMAGES, LATENTS = normal(8, 3, seed=1), normal(3, 6, seed=1)
-
-
-class Cell(nn.Module):
-    def __init__(self, norm: bool = False) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6) if norm else nn.Identity()
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.5 * torch.tanh(self.norm(self.linear(u) + v))
-
-
-def network(make: Callable[[], Any], mode: Mode, Q: nn.Module | None = None) -> Any:
-    torch.manual_seed(0)
-    R, S = make(), nn.Linear(6, 2)
-    Q = nn.Linear(3, 6) if Q is None else Q
-    return ImplicitNetwork(Q, R, S, tolerance=TIGHT, backward=mode).double()
-
-
-def gradient(net: Any, x: Tensor = IMAGES, output: Tensor | None = None) -> Tensor:
-    """The gradient of a loss of the output, by default the network's own, as one vector."""
-    net.zero_grad()
-    (net(x) if output is None else output).square().sum().backward()
-    return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-def check_exact(net: Any, x: Tensor = IMAGES) -> None:
-    found, wanted = gradient(net, x), gradient(net, output=by_hand(net, x))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("mode", [*LATER, Unroll(100), Neumann(100)], ids=str)
@@ -444,126 +409,3 @@ def test_an_attribute_of_a_transform_that_is_running_keeps_its_derivative() -> N
     point, h = torch.tensor(0.8, dtype=torch.float64), 1e-5
     wanted = (loss(point + h) - loss(point - h)) / (2 * h)
     torch.testing.assert_close(torch.func.grad(loss)(point), wanted.detach(), rtol=1e-6, atol=0)
-
-
-class Attention(nn.Module):
-    """Torch's fast attention has a derivative, and that has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        h = u + v
-        return 0.5 * torch.tanh(self.attention(h, h, h, need_weights=False)[0] + v)
-
-
-def test_attention_in_R() -> None:
-    x = normal(3, 5, 3, seed=2)
-    net = network(Attention, Implicit(tolerance=Tolerance(atol=0, rtol=1e-11)))
-    check_exact(net, x)
-    v, u = net.Q(x).detach(), net.latent(x)[0].detach()
-    J = torch.autograd.functional.jacobian(lambda u: net.R(u, v[:1]), u[:1]).reshape(30, 30)
-    sigma = diagnose.measure_contraction(net, x).sigma[0]
-    assert float(sigma) == pytest.approx(float(torch.linalg.matrix_norm(J, 2)), rel=1e-3)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 6, batch_first=True)
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = self.lstm(u[:, None] + v[:, None])[0][:, 0]
-        return 0.5 * found
-
-
-class Compressed(Cell):
-    """Its matrix is CSR, which has no strides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.A = (0.3 * normal(6, 6, seed=4)).relu().to_sparse_csr()
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return super().forward((self.A @ u.T).T, v)
-
-
-class OldSine(OnceSine):
-    """Its derivative can be differentiated."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0].cos()
-
-
-class Sine(Cell):
-    function: Any = OldSine
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.5 * self.function.apply(self.linear(u) + v)
-
-
-class Once(Sine):
-    function: Any = OnceSine
-
-
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("make", [Cell, Recurrent, Sine, Compressed], ids=["hook", "LSTM", "old function", "CSR"])
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # CSR is beta; its invariants are not checked
-def test_what_torch_func_does_not_take_is_differentiated_by_plain_autograd(make: Any, method: Any) -> None:
-    net, calls = network(make, Implicit(method, ADJOINT)), list[int]()
-    if make is Cell:
-        net.R.register_full_backward_hook(lambda *_: calls.append(1))
-    check_exact(net)
-    assert bool(calls) is (make is Cell)
-
-
-class FailingSine(OldSine):
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        def fail(_: Tensor) -> None:
-            raise RuntimeError("my own trouble")
-
-        if g.requires_grad:
-            g.register_hook(fail)
-        return OldSine.backward(ctx, g)
-
-
-class Failing(Sine):
-    """Its error was tried again until Python's stack ended, 489 evaluations of T later."""
-
-    function: Any = FailingSine
-
-
-class Checkpointed(Cell):
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = checkpoint(super().forward, u, v, use_reentrant=False)
-        return found
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network(Cell, Implicit(tolerance=ADJOINT), Q=nn.Flatten())
-        self.inner.S = nn.Identity()
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.4 * torch.tanh(self.inner(u + v) + v)
-
-
-INSTEAD: list[tuple[Any, str, Mode]] = [
-    (Once, r"second derivatives of T, .* use Implicit\(GMRES\(\)\)", Implicit(GMRES(), ADJOINT)),
-    (Failing, "^my own trouble$", Implicit(GMRES(), ADJOINT)),
-    (Outer, r"NormalCG around an R .* GMRES\(\) and Anderson\(\) do not", Implicit(GMRES(), ADJOINT)),
-    (Checkpointed, "T holds a checkpoint, or hooks on saved tensors, such as save_on_cpu", Unroll(100)),
-]
-
-
-@pytest.mark.parametrize(("make", "message", "instead"), INSTEAD, ids=["once", "error", "inner", "checkpoint"])
-def test_normal_cg_says_what_to_use_instead(make: Any, message: str, instead: Mode) -> None:
-    net = network(make, Implicit(NormalCG(), ADJOINT))
-    with pytest.raises(RuntimeError, match=message):
-        gradient(net)
-    net.backward = instead
-    check_exact(net)
