@@ -174,8 +174,8 @@ def arithmetic(
     matmul, cudnn, tf32 = backends.cuda.matmul, backends.cudnn, precision == "tf32"
     changes: list[Any] = [(matmul, "allow_tf32", tf32), (cudnn, "allow_tf32", tf32)]
     try:
-        any([matmul.allow_tf32, cudnn.allow_tf32])
-    except RuntimeError:  # the new flags were set, and PyTorch refuses the old ones
+        _ = matmul.allow_tf32, cudnn.allow_tf32
+    except RuntimeError:  # the new flags were set: PyTorch refuses to read the old ones
         changes = [(one, "fp32_precision", "tf32" if tf32 else "ieee") for one in (matmul, cudnn.conv, cudnn.rnn)]
     if search is not None:
         changes.append((cudnn, "benchmark", search))

@@ -197,7 +197,7 @@ class TrainStep:
             loss, self.reached = self._body(captured=False)
             return loss
         loss, found = self._recording.replay()
-        torch.autograd.graph.increment_version(self._weights())  # which autograd has not seen
+        torch.autograd.graph.increment_version(self._weights())  # autograd does not see what replays write
         # Another object for every step: numbers of a Solution are kept once they have been read.
         self.reached = None if found is None else found.changed(value=())
         return loss
@@ -215,7 +215,7 @@ class TrainStep:
             extras.watch.begin()
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
-            self.net.zero_grad(set_to_none=True)  # it must not add to the warm-up's, which may be freed
+            self.net.zero_grad(set_to_none=True)  # a replay would add to gradients that may be freed by then
             self._network.bf16.refresh()
         parts: Any = [batch]
         if extras.accumulate > 1:
